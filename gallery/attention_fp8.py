@@ -40,9 +40,9 @@ lab.start("attention_fp8", "kernelbook.ops.attention", "kernelbook.ops.hopper.fp
 # What eight bits gain
 # --------------------
 #
-# Attention can gain at most what its matmuls gain, because its other arithmetic gets no faster. On
-# Hopper, a :term:`matrix unit` takes 32 bytes of every row in each step, which are 16 numbers of 16
-# bits, or 32 of 8 bits. On paper that doubles the speed. In practice, :term:`cuBLAS` reaches:
+# Attention can gain at most what its matmuls gain, because its other arithmetic gets no faster. In
+# one step, Hopper's :term:`matrix unit` takes 32 bytes from each row of the left matrix: 16 numbers
+# of 16 bits, or 32 of 8 bits. On paper that doubles the speed. In practice, :term:`cuBLAS` reaches:
 
 MATMUL = 8192
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -88,13 +88,13 @@ lab.table(rows, "A matmul of size 8,192")
 
 # Reading
 lab.read(
-    f"**So what is 2 on paper is {fast / slow:.2f} in practice.** Attention gains less, "
-    "because exponentials get no faster, as a count in “How fast is it?” shows."
+    f"**So what is 2 on paper is {fast / slow:.2f} in practice.** How much of it attention "
+    "keeps, we measure once the kernel stands."
 )
 
 # %%
 # **Eight bits enter attention in four places**, each of which changes the kernel (orange). Blue
-# boxes hold 8 bits, grey ones 32. After the formats, the page takes the changes in this order.
+# boxes hold 8 bits, grey ones 32. The page takes them in this order, after the formats.
 
 
 # Drawing
@@ -164,7 +164,7 @@ lab.sketch(
 #          e4m3 reaches from 2 to the -9 to 448, e5m2 from 2 to the -16 to 57,344. Below, from 1 to
 #          4: e4m3 has eight numbers in each power of two, e5m2 four.
 
-# Folded: All 256 patterns counted (fn means finite, with NaN)
+# Folded: All 256 patterns counted
 bits = torch.arange(256, dtype=torch.uint8)
 rows = []
 for dtype in (E4M3, E5M2):
@@ -186,8 +186,7 @@ for dtype in (E4M3, E5M2):
 lab.table(rows, "All patterns of eight bits")
 
 # %%
-# Rounding makes a relative error of at most about 6 % in e4m3 and 11 % in e5m2. Numbers near the
-# lower end of a format lose more.
+# Rounding errs by at most about 6 % in e4m3 and 11 % in e5m2, and by more near the lower end.
 
 # Folded: The error of every size of number
 
@@ -247,9 +246,9 @@ lab.read(
 # ------
 #
 # A scale lets numbers of any size fit into a format that ends at 448. The kernel receives *stored*
-# numbers and one factor, the :term:`descale`: an element's value is its stored number times the
-# descale. If the largest element is 4.48, for example, the descale is 0.01. Then 4.48 is stored as
-# 448 and 0.3 as 30. An element of 1 is stored as 96, because e4m3 has no 100, and counts as 0.96.
+# numbers and one factor, the :term:`descale`: a value is its stored number times the descale. If
+# the largest element is 4.48, for example, the descale is 0.01. Then 4.48 is stored as 448 and 0.3
+# as 30. An element of 1 is stored as 96, because e4m3 has no 100, and counts as 0.96.
 #
 # So the largest element becomes the largest number of the format:
 
@@ -333,7 +332,7 @@ lab.sketch(
 shared, own = (row["head 2"] for row in rows)
 lab.read(
     f"With one descale for the whole tensor, the smallest head has an error of {shared}, because "
-    f"all of it becomes zero. With one per head its error is {own}, about as in the other heads. "
+    f"all of it becomes zero. With one per head it is {own}. "
     "The package's `quantize` does this, and returns a pair, `Quantized(stored, descale)`."
 )
 
@@ -431,7 +430,7 @@ lab.read(
 #          both are keys, it fits.
 #
 # **With the wrong layout** the compiler rearranges every tile before the instruction can read it. A
-# single matmul shows the cost: its second operand comes in either layout, in 8 bits or in 16.
+# matmul alone, outside attention, shows the cost:
 
 # Measuring
 import triton
@@ -568,9 +567,8 @@ lab.read(
 #
 # The second matmul needs *both* operands in 8 bits, so the kernel rounds the weights :math:`p`,
 # too. The largest weight is 1, but most are far smaller, and e4m3 stores anything below
-# :math:`2^{-10}`, about 0.001 and half of its smallest number, as 0. Suppose that one key has the
-# weight 1 and a thousand others have 0.0005 each. Together the thousand are a third of the sum, and
-# all of them would become zero.
+# :math:`2^{-10}`, about 0.001, as 0. Suppose that one key has the weight 1 and a thousand others
+# have 0.0005 each. Together these are a third of the sum, and all would become zero.
 #
 # **So the kernel multiplies its weights by 256 before it rounds them.** Then 0.0005 becomes 0.128,
 # which is stored as 0.125. The factor :math:`2^8` never has to be undone: it cancels if the
@@ -579,8 +577,8 @@ lab.read(
 # and be stored as 448.
 #
 # In language models one key is often far ahead of the others (Xiao and others, 2023). We compute
-# such a case in float64: 4,096 normal scores of deviation 0.5, and one ahead of all others by 6.
-# The values are random, around 0 or around 1:
+# such a case in float64: 4,096 normal scores of deviation 0.5, and one (the arrow) ahead of all
+# others by 6. The values are random, around 0 or around 1:
 
 
 # Measuring
@@ -642,8 +640,14 @@ def moved(*panels):
             color=lab.colour("Kernel Book"),
             alpha=0.5,
         )
-        draw_numbers(axes, axes.get_ylim()[1])
-        axes.set(xlim=(-16, 9), xticks=(-16, -10, 0, 8))
+        top = axes.get_ylim()[1]
+        draw_numbers(axes, top)
+        arrow = {"arrowstyle": "->", "color": lab.colour("Kernel Book")}
+        ahead = {"ha": "center", "fontsize": 9, "color": lab.colour("Kernel Book")}
+        axes.annotate(
+            "the key\nahead", (power, 0), (power, 0.3 * top), arrowprops=arrow, **ahead
+        )  # fmt: skip
+        axes.set(xlim=(-16, 10.5), xticks=(-16, -10, 0, 8))
         axes.set_xticklabels(["2⁻¹⁶", "2⁻¹⁰", "1", "2⁸"])
         axes.set_title("p" if power == 0 else "p times 2⁸", loc="left", fontsize=11)
     panels[0].set_ylabel("% of the weights")
@@ -654,7 +658,8 @@ lab.sketch(
     "The weights, and the numbers of e4m3",
     f"Two histograms of the weights over powers of two, with the numbers of e4m3 as ticks below. "
     f"Left, the weights as they are: {lost:.0%} lie below 2 to the -10, left of the dashed line, "
-    f"where there are no numbers. Right, times 2 to the 8: they lie where the ticks are dense.",
+    f"where there are no numbers. Right, times 2 to the 8: they lie where the ticks are dense. An "
+    f"arrow marks the key ahead, at 1 on the left and at 2 to the 8 on the right.",
     moved,
     panels=2,
     height=2.9,
@@ -663,6 +668,7 @@ lab.sketch(
 # %%
 
 # Reading
+even, wide = rows[0], rows[2]
 lab.read(
     "As they are, nearly all of these weights become zero. The output is off by "
     f"{far['around 0']['error with 2^0']} where values are around 0, because what is lost mostly "
@@ -672,6 +678,19 @@ lab.read(
         if far["around 0"]["error with 2^8"] == far["around 1"]["error with 2^8"]
         else f"the second is off by {far['around 1']['error with 2^8']}."
     )
+    + " (Errors are root mean square, as a share of the true output's.)"
+)
+
+# %%
+
+# Reading
+assert even["lost with 2^0"] == "0 %"
+lab.read(
+    "**Where no key is ahead, the factor matters less.** The same scores without it lose no "
+    f"weight, and values around 0 are off by {even['error with 2^0']} without the factor and by "
+    f"{even['error with 2^8']} with it. With deviation 4, {wide['lost with 2^8']} of the weights "
+    "are lost even times 2⁸, but they weighed so little that the error is "
+    f"{wide['error with 2^8']}."
 )
 
 # %%
@@ -689,13 +708,13 @@ lab.read(
 # nothing, however often we do it. The matrix unit is such a calculator with 13 places below the
 # leading bit, as we measure below, although its accumulators are float32 registers with 23.
 #
-# The remedy is *promotion*: the matrix unit sums over one tile of 128 keys only, starting from
-# zero, and the kernel adds the sums of the tiles in ordinary float32 registers.
+# The remedy is *promotion*: the matrix unit sums one tile of 128 keys only, from zero, and the
+# kernel adds these sums in ordinary float32.
 #
-# In the figure, larger bits are further left, as in a written number. Take the row of 4,096 terms
-# that are all about 1. The sum has grown to :math:`2^{12}` and keeps bits down to :math:`2^{-1}`
-# (grey). The next term, a product of two numbers of 4 bits, has up to 7, from :math:`2^0` to
-# :math:`2^{-6}`, and only the first two count.
+# In the figure larger bits are further left, as in a written number. All terms are about 1. In
+# its line “4,096”, on the left, the sum of so many terms has grown to :math:`2^{12}` and keeps bits
+# down to :math:`2^{-1}` (grey). The next term, a product of two numbers of 4 bits, has up to 7,
+# from :math:`2^0` to :math:`2^{-6}`, and only the first two count.
 
 
 # Drawing
@@ -816,7 +835,8 @@ lab.read(
 
 # %%
 # Second, a model of the matrix unit in float64, with 12, 13 or 14 places, predicts the error of a
-# whole attention with values of V around 1. We assume that it adds 32 products at a time.
+# whole attention with values of V around 1, where sums grow. We assume that it adds 32 products at
+# a time.
 
 
 # Measuring
@@ -902,6 +922,28 @@ def sum_error(mean, length, name):
     return rows[0][f"{name}, %"] if rows else nan
 
 
+def cost_of_promotion():
+    """Time attention with promotion and without, in turn."""
+    q, k, v = torch.randn(3, 1, 16, 16384, 128, device=runtime.DEVICE)
+    operands, _ = prepare(q, k, v)
+    stored, descales = zip(*operands, strict=True)
+    options = (descales, False, 128**-0.5, torch.bfloat16)
+    times = {True: [], False: []}
+    for promoted in (True, False) * 5:
+        run = partial(fp8.attention_fp8_forward, *stored, *options, promoted)
+        took = triton.testing.do_bench(run, return_mode="median")
+        times[promoted].append(took)
+    return [
+        {
+            "promoted": "yes" if promoted else "no",
+            "ms": round(statistics.median(each), 3),
+            "fastest of 5": round(min(each), 3),
+            "slowest of 5": round(max(each), 3),
+        }
+        for promoted, each in times.items()
+    ]
+
+
 def shown(x, digits=1):
     """A number of a table, or a dash where none was measured."""
     return "—" if x != x else f"{x:.{max(digits, 2) if x < 1 else digits}f}"
@@ -985,7 +1027,18 @@ lab.table(
 
 # %%
 
+# Folded: The time of attention with promotion and without
+promotion = lab.measure(
+    "Attention of 16 heads of 16,384 keys, head_dim 128, by promotion",
+    cost_of_promotion,
+)
+promotion
+
+# %%
+
 # Reading
+ms_by_promotion = {row["promoted"]: row["ms"] for row in promotion.rows}
+slower = ms_by_promotion.get("yes", nan) / ms_by_promotion.get("no", nan) - 1
 apart = {
     places: [abs(found[n] / sum_error(1, n, "not promoted") - 1) for n in KEYS[1:]]
     for places, found in models.items()
@@ -997,10 +1050,25 @@ lab.read(
     f"what we measure, and models with one place more or less are off by more than "
     f"{math.floor(100 * of_others)} %. **At {KEYS[-1]:,} keys promotion reduces the error from "
     f"{sum_error(1, KEYS[-1], 'not promoted'):.1f} % to "
-    f"{sum_error(1, KEYS[-1], 'promoted'):.2f} %.** An error is smaller than the figure of the "
-    "bits suggests, because it counts the earlier terms, too, and because terms differ in size: "
-    "equal ones lose more, as the fold shows. Values around 0 need promotion less, "
-    "because their sums hardly grow."
+    f"{sum_error(1, KEYS[-1], 'promoted'):.2f} %.** The whole error is smaller than the last lines "
+    "of the bits suggest, because early terms were added while the sum was still small."
+)
+
+# %%
+
+# Reading
+lab.read(
+    "Values around 0 need promotion less, because their sums hardly grow: at "
+    f"{KEYS[-1]:,} keys it reduces their error from {sum_error(0, KEYS[-1], 'not promoted'):.2f} % "
+    f"to {sum_error(0, KEYS[-1], 'promoted'):.2f} %. "
+    + (
+        ""
+        if slower != slower
+        else f"Promotion hardly costs time: attention takes {100 * abs(slower):.1f} % "
+        f"{'longer' if slower > 0 else 'less'} with it."
+        if slower < 0.02
+        else f"Promotion costs time: attention takes {100 * slower:.0f} % longer with it."
+    )
 )
 
 # %%
@@ -1057,8 +1125,7 @@ lab.source(fp8.attend_fp8, "weigh", "accumulate", "score")
 
 # %%
 # ``weigh`` makes the weights ``p`` of the dot products, and ``alpha``, which converts the old sums
-# to the new maximum. ``P_LOG2`` is the 8 of above. (The other arguments, ``LEFT`` among them, tell
-# which keys a query sees.)
+# to the new maximum. ``P_LOG2`` is the 8 of above.
 
 lab.source(forward.weigh, "rescale")
 
@@ -1095,18 +1162,20 @@ lab.source(fp8.add_values)
 #
 # - The *truth* is attention in float64 of the *stored* values.
 # - The *yardstick* is float64, too, with only the weights rounded as in the kernel.
-# - The output may err twice as much, and lse more, because an 8-bit matmul cuts off bits of scores.
+# - The output may err twice as much as the yardstick.
+# - lse may err by :math:`2^{-12}` of itself, because the matrix unit cuts the terms of a score 13
+#   places below the largest.
 #
-# Each head is compared on its own, because a wrong head could hide behind a larger one. The name of
-# an input lists batch, heads, heads of keys, queries, keys and head_dim:
+# Each head is compared on its own, because a wrong head could hide behind a larger one. An input's
+# name lists batch, heads, heads of keys, queries, keys and head_dim:
 #
 # .. dropdown:: More on tolerances
 #
 #    The output may err twice as much as the yardstick because it is rounded to 16 bits, too, and
 #    because a weight may fall on the other side of a boundary. Rounding the weights does not affect
 #    lse, so its yardstick is one rounding to float32, and with q and k in 16 bits it may err eight
-#    times as much. With 8-bit q and k, the matrix unit cuts the terms of a score 13 places below
-#    the largest, so we allow lse twice that, :math:`2^{-12}` of itself (2.4e-04).
+#    times as much. With 8-bit q and k we allow twice the cut of the matrix unit, which is
+#    :math:`2^{-12}` of lse (2.4e-04).
 
 
 # Measuring
@@ -1221,10 +1290,9 @@ lab.read(
 # What eight bits cost
 # --------------------
 #
-# The check left out the rounding of q, k and v. A model sees it, so now we compare with float64 of
-# the *original* values. We take normal data, and
-# data with *outliers*, drawn as in the paper on FlashAttention-3: one number in a thousand is about
-# ten times as large.
+# The check left out the rounding of q, k and v. So now we compare with float64 of the *original*
+# values, with 4,096 keys and head_dim 128. We take normal data, and data with *outliers*, as in the
+# paper on FlashAttention-3: one number in a thousand is about ten times as large.
 
 
 # Measuring
@@ -1331,30 +1399,32 @@ def in_all(operands, data, part="in all"):
 lab.read(
     f"With all operands in e4m3, the output is off by {in_all('all in e4m3', 'normal'):.1f} % on "
     f"normal data and by {in_all('all in e4m3', 'outliers'):.1f} % with outliers. In bfloat16, "
-    f"normal data are off by {in_all('bf16', 'normal'):.1f} %. What a model makes of the "
-    "difference, this page does not measure. e5m2 errs more, because its mantissa has one bit "
-    "less. "
-    + (
-        "V alone errs less with outliers, because rounding the weights then makes less of the "
-        "error, as the last fold of this section shows."
-        if in_all("V in e4m3", "outliers") < in_all("V in e4m3", "normal")
-        and in_all("V in e4m3", "outliers", "kernel")
-        < in_all("V in e4m3", "normal", "kernel")
-        else ""
-    )
+    f"normal data are off by {in_all('bf16', 'normal'):.1f} %. Whether a model notices, we did not "
+    "test. e5m2 errs more, because its mantissa has one bit less."
+)
+
+# %%
+
+# Reading
+lab.read(
+    "**Why whole percents, where promotion left tenths?** These values lie around 0. There most "
+    "of them cancel in the output, and their errors cancel no better. Around 1 only the errors "
+    "cancel. So with 4,096 keys, rounding the weights alone costs "
+    f"{sum_error(0, 4096, 'rounding alone'):.1f} % around 0, and "
+    f"{sum_error(1, 4096, 'rounding alone'):.1f} % around 1."
 )
 
 # %%
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    A relative error in V becomes one of the output. An error in q or k moves a score by a part of
-#    its size, and the exponential turns that into a factor of the weight. So it grows with the
-#    scores.
+#    A relative error in V becomes one of the output. An error in q or k moves every score by a part
+#    of the typical size of scores, and the exponential turns that into a factor of the weight. So
+#    it grows with the scores.
 #
-# If a score of 1 is wrong by 2 %, its weight is wrong by 2 %, too. If a score of 20 is, its weight
-# is wrong by half, because :math:`e^{0.4}` is about 1.5. So we make q, and with it every score, 4
-# and 16 times as large, now in two heads of 100 keys and head_dim 32:
+# If scores of about 1 are off by 2 %, their weights are off by 2 %, too. If scores of about 20 are,
+# their weights are off by half, because :math:`e^{0.4}` is about 1.5. So we make q, and with it
+# every score, 4 and 16 times as large, in two heads of 100 keys and head_dim 32:
 
 # Measuring
 
@@ -1442,17 +1512,10 @@ lab.read(
 # How fast is it?
 # ---------------
 #
-# This section asks what the kernel gains over 16 bits, and why that is not a factor of two. The
-# :term:`limit` is the matmul in bfloat16 of the beginning, timed again beside each length; 8-bit
-# kernels may exceed it. Operands have 8 bits before the clock starts.
-#
-# - *All in FP8* and *V in FP8* are the kernel above; *plain Triton bf16* is the same in 16 bits.
-# - *Kernel Book bf16* is what ``attention`` runs by default, a faster kernel for Hopper alone (*16
-#   bits, for Hopper* at the top of this page). *All in FP8, Gluon* is such a kernel in 8 bits,
-#   written in :term:`Gluon`, Triton's lower language.
-# - *SDPA cuDNN* is PyTorch's in 16 bits. No library's attention in 8 bits was timed.
-#
-# Shaded bands reach from the 20th to the 80th percentile of the times.
+# The matmul alone became nearly twice as fast. How much of that does attention keep? We time the
+# kernel above on operands that have 8 bits already, beside two kernels in 16 bits: our fastest, for
+# Hopper alone (:doc:`/chapters/attention_hopper`), and PyTorch's by cuDNN. The dashed line is a
+# matmul in bfloat16, the :term:`limit` of 16 bits alone. Bands span the 20th to 80th percentile.
 
 
 # Measuring
@@ -1523,27 +1586,33 @@ speed = lab.bench("fp8", points([1024, 4096, 16384], [64, 128]), providers, **un
 
 
 # Drawing
+LINES = {  # what the figure shows of the providers, and how wide its line is
+    "all in FP8": ("all in 8 bits", 2.6),
+    "Kernel Book bf16": ("16 bits, for Hopper", 2.6),
+    "SDPA cuDNN": ("16 bits, cuDNN", 1.4),
+    "matmul": ("matmul, 16 bits", 1.4),
+}
+
+
 def lines_of_speed(rows):
     """The rows of each line of the figure, by provider."""
     lines = {}
     for row in rows:
-        if (row["head_dim"], row["mask"]) == (128, "full"):
+        if (row["head_dim"], row["mask"]) == (128, "full") and row["provider"] in LINES:
             lines.setdefault(row["provider"], []).append(row)
     return lines
 
 
 def draw_speed(axes, rows):
     lines = lines_of_speed(rows)
-    for number, (provider, line) in enumerate(lines.items()):
+    for provider, line in lines.items():
         lengths, rates = (
             [row[column] for row in line] for column in ("seqlen", "rate")
         )
-        ink, mark = (
-            lab.colour(provider),
-            "" if provider == "matmul" else "osD^vPX"[number],
-        )
-        style = "--" if provider == "matmul" else "-"
-        axes.plot(lengths, rates, style, marker=mark, ms=4.5, color=ink)
+        ink = lab.colour(provider)
+        style, mark = ("--", "") if provider == "matmul" else ("-", "o")
+        wide = LINES[provider][1]
+        axes.plot(lengths, rates, style, marker=mark, ms=4.5, color=ink, lw=wide)
         band = [
             [row["rate"] * row["ms"] / row[p] for row in line] for p in ("p80", "p20")
         ]
@@ -1554,11 +1623,11 @@ def draw_speed(axes, rows):
     )
     at = ends[0][0] + step
     for end, name in ends:
-        at = min(at - step, end + 20)
-        joint = {"arrowstyle": "-", "color": lab.colour(name), "linewidth": 0.8}
-        axes.annotate(
-            name, (16384, end), (16384 * 1.7, at), color=lab.colour(name), fontsize=10,
-            va="center", arrowprops=joint | {"relpos": (0, 0.5), "shrinkB": 4},
+        at = min(at - step, end)
+        weight = "bold" if LINES[name][1] > 2 else "normal"
+        axes.text(
+            16384 * 1.12, at, LINES[name][0], color=lab.colour(name), fontsize=10,
+            va="center", weight=weight,
         )  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_xticks((1024, 4096, 16384), ["1,024", "4,096", "16,384"])
@@ -1567,7 +1636,8 @@ def draw_speed(axes, rows):
 
 def describe_speed(rows):
     found = (
-        f"{name} {line[-1]['rate']:,.0f}" for name, line in lines_of_speed(rows).items()
+        f"{LINES[name][0]} {line[-1]['rate']:,.0f}"
+        for name, line in lines_of_speed(rows).items()
     )
     return f"Lines over the length, in TFLOP/s; at 16,384: {', '.join(found)}."
 
@@ -1583,26 +1653,15 @@ of_fp8, of_default, of_cudnn = (
     for name in ("all in FP8", "Kernel Book bf16", "SDPA cuDNN")
 )
 lab.read(
-    f"**At length 16,384 the kernel in FP8 is {of_fp8 / of_default:.2f} times as fast as our "
-    f"fastest in bfloat16**, and {of_fp8 / of_cudnn:.2f} times as fast as cuDNN."
+    f"**At length 16,384 eight bits are {of_fp8 / of_default:.2f} times as fast as our fastest "
+    f"kernel in 16**, and {of_fp8 / of_cudnn:.2f} times as fast as cuDNN's. We timed no other "
+    "library in 8 bits; the paper on FlashAttention-3 reports close to 1,200 TFLOP/s for its own "
+    "FP8 kernel in its best case, on an H100."
 )
 
 # %%
 
 # Folded: The same with each mask and head_dim
-EXPONENTIAL, IN_16, IN_8 = (
-    1 / 16,
-    4 / 4096,
-    4 / 8192,
-)  # cycles of an SM, per score (and head_dim)
-
-
-def gain_if(combine, head_dim):
-    """How many times as fast 8 bits are if matmuls and exponentials combine like this."""
-    slow, fast = (combine((EXPONENTIAL, head_dim * each)) for each in (IN_16, IN_8))
-    return slow / fast
-
-
 rows = []
 for head_dim in (128, 64):
     for mask in ("full", "causal"):
@@ -1614,18 +1673,31 @@ for head_dim in (128, 64):
                 for name in ("all in FP8", "Kernel Book bf16", "plain Triton bf16")
             )
             row[f"{length:,}"] = shown(fp8_rate / bf16_rate, 2)
-        row["over plain bf16"] = shown(fp8_rate / plain_rate, 2)
-        row["if in turns"] = shown(gain_if(sum, head_dim), 2)
-        row["if overlapped"] = shown(gain_if(max, head_dim), 2)
-        rows.append(row | {"FP8": shown(fp8_rate, 0), "bf16": shown(bf16_rate, 0)})
-lab.table(rows, "All in FP8 over Kernel Book bf16, by length; the rest at 16,384")
+        row["over its own code in 16 bits"] = shown(fp8_rate / plain_rate, 2)
+        rows.append(
+            row | {"8 bits": shown(fp8_rate, 0), "16 bits": shown(bf16_rate, 0)}
+        )
+lab.table(
+    rows,
+    "Speed of 8 bits over 16 bits for Hopper, by length; at 16,384 also over plain Triton, and "
+    "TFLOP/s",
+)
+faster_causal = speed.rate("all in FP8", **(at_end | {"mask": "causal"})) / of_fp8 - 1
+lab.read(
+    "At length 16,384 and head_dim 128 the causal mask, which usually costs speed, makes 8 bits "
+    f"{100 * faster_causal:.0f} % faster. We suspect the clock, which a GPU lowers under load, but "
+    "did not record it."
+    if faster_causal > 0.01
+    else "The causal mask costs speed in 8 bits, as it usually does."
+)
 
 # %%
-# **FP8 is not twice as fast, because only the matmuls get faster.** In a cycle an :term:`SM` does
-# 4,096 operations of a matmul with 16 bits or 8,192 with 8, but 16 exponentials with either. We
-# count the cycles of a tile of 64 queries and 128 keys, with head_dim 128. The grey part is the
-# rest of the loop, such as maximum and sum, counted in the machine code of the kernel in Gluon. We
-# assume as much for 16 bits:
+# **Why is that less than the matmul gained?** Because every score also needs an exponential, a
+# maximum, a sum, a scaling and a conversion, by other units, which gain nothing from 8 bits. In a
+# cycle an :term:`SM` does 4,096 operations of a matmul with 16 bits or 8,192 with 8, but 16
+# exponentials with either. We count the cycles of a tile of 64 queries and 128 keys, with head_dim
+# 128; those of all else come from the machine code of a loop in 8 bits, and we assume as many for
+# 16:
 
 # %%
 
@@ -1675,7 +1747,7 @@ def instructions_in_gluon():
 
 # %%
 
-# Folded: The other instructions, counted in the loop of the kernel in Gluon
+# Folded: The other instructions, counted in the loop of our kernel in Gluon (below)
 work = lab.attempt(
     "One consumer, one tile of 64 queries and 128 keys, head_dim 128, no mask",
     instructions_in_gluon if HOPPER else NEEDS_HOPPER,
@@ -1687,62 +1759,57 @@ work
 
 # Drawing
 cycles = {row["instruction"]: row["cycles"] for row in work.rows}
-exponentials, in_all_cycles = cycles.get("exponential", nan), sum(cycles.values())
+of_one_score = 1 / 16  # cycles of an SM for an exponential
+exponentials = cycles.get("exponential", 64 * 128 * of_one_score)
+all_else = sum(cycles.values()) if work.rows else nan
 of_two_matmuls = 2 * 2 * 64 * 128 * 128 / 8192
-all_in_turns = (2 * of_two_matmuls + in_all_cycles) / (of_two_matmuls + in_all_cycles)
-counted_parts = {
-    "matmuls": ((2 * of_two_matmuls, of_two_matmuls), "Kernel Book"),
-    "exponentials": ((64 * 128 * EXPONENTIAL,) * 2, "PyTorch"),
-    "the rest": (
-        (max(in_all_cycles - 512, 0) if work.rows else 0,) * 2,
-        "matmul",
-    ),
-}
+MATMULS = {"16 bits": 2 * of_two_matmuls, "8 bits": of_two_matmuls}
 
 
-def in_turns_drawn(axes):
-    left_edges = [0, 0]
-    for what, (widths, ink) in counted_parts.items():
-        axes.barh(
-            (0, 1), widths, 0.6, left_edges, color=lab.colour(ink), alpha=0.75, label=what
-        )  # fmt: skip
-        for place, width in enumerate(widths):
+def units_drawn(axes):
+    others = all_else if all_else == all_else else exponentials
+    parts = (
+        ("exponentials", exponentials, "PyTorch"),
+        ("others", others - exponentials, "matmul"),
+    )
+    for place, (name, matmul) in enumerate(MATMULS.items()):
+        line, left_edge = 2.5 * place, 0
+        axes.barh(line, matmul, 0.8, color=lab.colour("Kernel Book"), alpha=0.75)
+        axes.text(matmul / 2, line, f"matmuls {matmul:,.0f}", ha="center", va="center")
+        for what, width, ink in parts:
             if width:
-                middle = left_edges[place] + width / 2
-                axes.text(middle, place, f"{width:,.0f}", ha="center", va="center")
-            left_edges[place] += width
-    axes.set_yticks((0, 1), ("16 bits", "8 bits"))
-    axes.set(ylim=(1.5, -0.5), xlabel="cycles of an SM, all in turns")
+                axes.barh(
+                    line + 0.9, width, 0.8, left_edge, color=lab.colour(ink), alpha=0.75
+                )
+                axes.text(
+                    left_edge + width / 2, line + 0.9, f"{what} {width:,.0f}",
+                    ha="center", va="center",
+                )  # fmt: skip
+            left_edge += width
+        longest = max(matmul, others)
+        axes.plot(
+            [longest] * 2, [line - 0.5, line + 1.4], color=lab.colour("matmul"), lw=2
+        )
+        axes.text(
+            longest + 15, line + 0.45, f"{longest:,.0f}", va="center", weight="bold"
+        )
+        axes.text(-20, line + 0.45, name, ha="right", va="center", weight="bold")
+    axes.set(ylim=(4.1, -0.7), xlim=(0, 1.12 * max(*MATMULS.values(), others)))
+    axes.set(yticks=[], xlabel="cycles of an SM")
     axes.grid(axis="y", visible=False)
-    axes.figure.legend(loc="outside lower center", ncols=3, fontsize=9)
 
 
 lab.sketch(
-    "Cycles for one tile, counted",
-    "Two stacked bars. "
+    "What one tile asks of the matrix unit, and of the other units",
+    "Two pairs of bars, one for the matrix unit and one for the other units. "
     + " ".join(
-        f"{what}: {widths[0]:,.0f} cycles with 16 bits, {widths[1]:,.0f} with 8."
-        for what, (widths, _) in counted_parts.items()
+        f"With {name}: {matmul:,.0f} cycles of matmuls, beside {exponentials:,.0f} of exponentials "
+        f"and {max(all_else - exponentials, 0) if work.rows else 0:,.0f} of others."
+        for name, matmul in MATMULS.items()
     ),
-    in_turns_drawn,
-    height=2.3,
+    units_drawn,
+    height=2.7,
 )
-
-# %%
-
-# Reading
-lab.read(
-    f"If matmuls and exponentials take turns and nothing else takes time, FP8 is "
-    f"{gain_if(sum, 128):.2f} times as fast"
-    + (
-        f"; if the rest takes its turn as well, {all_in_turns:.2f} times."
-        if work.rows
-        else "."
-    )
-)
-
-# %%
-# Measured at length 16,384 with a full mask, beside the first count:
 
 # %%
 point = {"head_dim": 128, "mask": "full", "seqlen": 16384}
@@ -1751,26 +1818,42 @@ in_8, in_16, plain_16 = (
     rate.get(name, nan)
     for name in ("all in FP8", "Kernel Book bf16", "plain Triton bf16")
 )
-in_turns = gain_if(sum, 128)
-at_64 = {"head_dim": 64, "mask": "full", "seqlen": 16384}
-of_64 = [
-    speed.rate("all in FP8", **at_64) / speed.rate(name, **at_64)
-    for name in ("plain Triton bf16", "Kernel Book bf16")
-]
+
+
+def counted_as(how, combine):
+    """A row of the table: what the count allows if units work like this."""
+    long, short = (combine(matmul, all_else) for matmul in MATMULS.values())
+    shares = (MATMULS["16 bits"] / long, MATMULS["8 bits"] / short)
+    return row_of_shares(how, *shares, long / short)
+
+
+def row_of_shares(how, of_16, of_8, gained):
+    shares = (f"{100 * share:.0f} %" for share in (of_16, of_8))
+    row = dict(zip(("16 bits", "8 bits"), shares, strict=True))
+    return {"": how} | row | {"gain": f"{gained:.2f} ×"}
+
+
 lab.table(
     [
-        {
-            "head_dim": head_dim,
-            "counted": f"{gain_if(sum, head_dim):.2f} ×",
-            "measured beside plain bf16": f"{over_plain:.2f} ×",
-            "measured beside default bf16": f"{over_default:.2f} ×",
-        }
-        for head_dim, over_plain, over_default in (
-            (128, in_8 / plain_16, in_8 / in_16),
-            (64, *of_64),
-        )
+        *(
+            [
+                counted_as("counted, if the units take turns", lambda x, y: x + y),
+                counted_as("counted, if they work side by side", max),
+            ]
+            if work.rows
+            else []
+        ),
+        row_of_shares(
+            "measured, plain Triton in both",
+            plain_16 / slow,
+            in_8 / fast,
+            in_8 / plain_16,
+        ),
+        row_of_shares(
+            "measured, 16 bits for Hopper", in_16 / slow, in_8 / fast, in_8 / in_16
+        ),
     ],
-    "How many times as fast FP8 is, counted without overlap, and measured",
+    "Speed of attention as a share of its own matmul, and gain from 16 to 8 bits",
 )
 
 # %%
@@ -1778,13 +1861,42 @@ lab.table(
 # Reading
 lab.read(
     (
-        "With head_dim 128, the gain beside the plain kernel lies between the two counts. "
-        if work.rows and all_in_turns < in_8 / plain_16 < in_turns
+        "In 16 bits the matmuls take longest, so everything else can hide behind them, and our "
+        f"fastest kernel reaches {100 * in_16 / slow:.0f} % of its matmul. In 8 bits they take "
+        "half as long, and all else as long as before. **Now all else takes longest, so attention "
+        f"keeps only {100 * in_8 / fast:.0f} % of its matmul**"
+        if of_two_matmuls < all_else <= 2 * of_two_matmuls
+        and in_8 / fast < in_16 / slow
+        else f"In 16 bits our fastest kernel reaches {100 * in_16 / slow:.0f} % of its matmul, and "
+        f"**in 8 bits attention keeps {100 * in_8 / fast:.0f} %**"
+    )
+    + f", and the matmul's {fast / slow:.2f} becomes {fast / slow:.2f} · {100 * in_8 / fast:.0f} / "
+    f"{100 * in_16 / slow:.0f}, about {in_8 / in_16:.2f}."
+)
+
+# %%
+
+# Reading
+at_64 = {"head_dim": 64, "mask": "full", "seqlen": 16384}
+of_64 = speed.rate("all in FP8", **at_64) / speed.rate("Kernel Book bf16", **at_64)
+lab.read(
+    (
+        f"It keeps more than the {100 * of_two_matmuls / all_else:.0f} % of the count, so the "
+        "other units must overlap among themselves, as those for exponentials and sums can. "
+        if in_8 / fast > of_two_matmuls / all_else
         else ""
     )
-    + "**Beside the default bfloat16 kernel FP8 gains less**, because that one is faster than the "
-    f"plain kernel. It reaches {100 * in_16 / slow:.0f} % of its matmul, and FP8 "
-    f"{100 * in_8 / fast:.0f} % of an 8-bit one."
+    + (
+        "The plain kernel in 16 bits hides less, so beside it 8 bits gain more. "
+        if plain_16 < in_16
+        else ""
+    )
+    + (
+        "And with head_dim 64, where the matmuls are half as long and all else is not, they gain "
+        f"less: {of_64:.2f} times."
+        if of_64 < in_8 / in_16
+        else f"With head_dim 64 they gain {of_64:.2f} times."
+    )
 )
 
 # %%
@@ -1796,17 +1908,9 @@ of_v = {
     for n in (1024, 4096, 16384)
 }
 worst, best_of_v = min(of_v, key=of_v.get), max(of_v.values())
-in_halves = 128 * (IN_16 + IN_8) / 2  # one matmul in 16 bits, one in 8
-of_one_matmul = (EXPONENTIAL + 128 * IN_16) / (EXPONENTIAL + in_halves)
-of_causal = {
-    name: speed.rate(name, **(point | {"mask": "causal"})) / rate.get(name, nan)
-    for name in ("all in FP8", "Kernel Book bf16")
-}
 lab.read(
-    "**V alone in FP8** makes the plain kernel only "
-    f"{rate.get('V in FP8', nan) / plain_16:.2f} times as fast with head_dim 128. Only the second "
-    f"matmul speeds up, so the count says {of_one_matmul:.2f}; what takes the rest we did not "
-    "trace. Beside the default bfloat16 kernel it "
+    "**V alone in 8 bits** shortens only one of the two matmuls. Beside our fastest kernel in 16 "
+    "bits it "
     + (
         "gains nothing"
         if best_of_v < 1.02
@@ -1818,17 +1922,6 @@ lab.read(
         if of_v[worst] < 0.99
         else "loses nothing either."
     )
-)
-
-# %%
-
-# Folded: One thing that we cannot explain
-lab.read(
-    "At length 16,384 the causal mask, which usually costs speed, makes FP8 "
-    f"{100 * (of_causal['all in FP8'] - 1):.0f} % faster. We suspect the clock, which a GPU lowers "
-    "under load, but did not record it."
-    if of_causal["all in FP8"] > 1.01
-    else "Nothing in this run: the causal mask costs speed, as it usually does."
 )
 
 # %%
@@ -1846,11 +1939,11 @@ lab.facts(
 )
 
 # %%
-# **Roles hardly pay in 8 bits.** *All in FP8, Gluon* gives its :term:`warps <warp>` *roles*: some
-# only load tiles, others only compute. Its folds are for readers of
-# :doc:`/chapters/attention_hopper`.
+# **Roles hardly pay in 8 bits.** Our fastest kernel in 16 bits gives its :term:`warps <warp>`
+# *roles*: some only load tiles, others only compute. We built such a kernel in 8 bits, too, in
+# :term:`Gluon`; its folds are for readers of :doc:`/chapters/attention_hopper`.
 
-# Folded: Its speed in numbers
+# Folded: Its speed in numbers, and where the package runs it
 rows, ratios = [], {}
 for head_dim in (128, 64):
     for mask in ("full", "causal"):
@@ -1865,77 +1958,31 @@ for head_dim in (128, 64):
             row[f"{length:,}"] = shown(both[1] / both[0], 2)
         rows.append(row | {"plain": shown(both[0], 0), "in Gluon": shown(both[1], 0)})
 lab.table(rows, "In Gluon over plain, both in FP8, by length, and TFLOP/s at 16,384")
-
-# %%
-
-# Reading
-best = {
-    mask: max(
-        speed.rate(name, head_dim=128, mask=mask, seqlen=16384)
-        for name in ("all in FP8, Gluon", "all in FP8")
-    )
-    for mask in ("full", "causal")
-}
-wide, narrow = (
-    [ratio for (d, _, _), ratio in ratios.items() if d == head_dim]
-    for head_dim in (128, 64)
-)
 runs = [
     f"with head_dim {head_dim} and a {mask} mask, up to {most:,} keys"
     for (head_dim, mask), steps in fp8_choice.CHOICES.items()
     for most, config in steps
     if config
 ]
-lab.read(
-    f"With head_dim 128, it runs at {min(wide):.2f} to {max(wide):.2f} times the speed of the "
-    "plain kernel, with head_dim 64 it is "
-    + ("slower everywhere. " if max(narrow) < 1 else "faster in places. ")
-    + "So `attention` runs it only for short sequences with a causal mask."
-)
-
-# %%
-
-# Folded: Where the package runs it, and the best speeds
-swaps = [
-    (most, config)
-    for most, config in fp8_choice.CHOICES[128, "causal"]
-    if config is not None
-]
-leads, trails = (ratios.get((128, "causal", length), nan) for length in (1024, 4096))
-assert [most for most, _ in swaps] == [2048]
 assert runs == ["with head_dim 128 and a causal mask, up to 2,048 keys"]
+leads, trails = (ratios.get((128, "causal", length), nan) for length in (1024, 4096))
 lab.read(
     f"The package runs it {runs[0]}. This limit lies between two measured lengths: at 1,024 keys "
     f"the kernel with roles runs at {leads:.2f} times the speed of the plain one, and at 4,096 at "
-    f"{trails:.2f} times. The best of both kernels reaches {best['full']:.0f} TFLOP/s "
-    f"without a mask and {best['causal']:.0f} with a causal one."
+    f"{trails:.2f} times."
 )
 
 # %%
 
-# Folded: What stops the kernel with roles?
-of_matmul = rate.get("all in FP8, Gluon", nan) / fast
-slowest = max(of_two_matmuls, exponentials)
+# Reading
+best_ratio = max(ratios, key=ratios.get)
 lab.read(
-    "For a tile of 64 queries and 128 keys with head_dim 128, the two matmuls take "
-    f"{2 * of_two_matmuls:,.0f} cycles of an SM in 16 bits, and {of_two_matmuls:.0f} in 8. The "
-    f"exponentials take {exponentials:,.0f} in either, and the other instructions "
-    f"{in_all_cycles - exponentials:,.0f}. "
+    f"At best it is {ratios[best_ratio]:.2f} times as fast as the plain kernel, with head_dim "
+    f"{best_ratio[0]}, a {best_ratio[1]} mask and {best_ratio[2]:,} keys. "
     + (
-        "So in 16 bits all of them could hide behind the matmuls, and in 8 bits they cannot. "
-        if of_two_matmuls < in_all_cycles <= 2 * of_two_matmuls
+        "Roles hide other work behind the matmuls, and in 8 bits those are too short to hide it."
+        if of_two_matmuls < all_else and ratios[best_ratio] < 1.15
         else ""
-    )
-    + "If everything overlapped, this kernel would run at "
-    f"{100 * of_two_matmuls / slowest:.0f} % of the speed of its matmuls, and if only the matmuls "
-    "ran beside the rest, at "
-    f"{100 * of_two_matmuls / max(of_two_matmuls, in_all_cycles):.0f} %. We measure "
-    f"{100 * of_matmul:.0f} % of the 8-bit matmul. Which instructions wait for which, we have not "
-    "measured"
-    + (
-        ", nor why plain Triton, which has no roles, is faster with head_dim 64."
-        if max(narrow) < 1
-        else "."
     )
 )
 
@@ -2113,8 +2160,8 @@ lab.check("The kernel in Gluon", cases_in_gluon(), here=HOPPER, theirs="yardstic
 # What quantising costs
 # ---------------------
 #
-# So far the clock started with 8-bit operands. In a model q, k and v come in bfloat16, so FP8 pays
-# only from the length on at which it saves more than quantising costs. No element can be rounded
+# From which length on does the gain pay for the rounding? So far the clock started with 8-bit
+# operands, but in a model q, k and v come in bfloat16. No element can be rounded
 # before the largest, the :term:`amax`, is known. So ``quantize`` reads each element twice, 2 bytes
 # each time, and writes 1 byte. We time it on 4 × 16 heads, beside a copy of as many bytes.
 #
@@ -2231,19 +2278,17 @@ lab.read(
     f"`quantize` runs at {100 * min(of_copy):.0f} to {100 * max(of_copy):.0f} % of the speed of "
     "the copy. "
     + (
-        "We keep the number of all tokens the same, with fewer sequences where they are longer. So "
-        "quantising should cost the same at each length, while what FP8 saves grows with it, and "
-        f"FP8 should begin to pay at about {round(begin, -2):,.0f} keys. Under a causal mask half "
-        "is saved, so it should take twice as many."
+        "We keep the number of all tokens the same. So quantising should cost the same at each "
+        "length, while what FP8 saves grows with it, and FP8 should begin to pay at about "
+        f"{round(begin, -2):,.0f} keys. A causal mask saves half, so it should take twice as many."
         if not saved <= 0
         else "At length 4,096 FP8 saves no time of attention that could pay for this."
     )
 )
 
 # %%
-# Now we measure the whole way from bfloat16 operands to the result. FP8 pays where its line is
-# above 1. Solid lines are for a full mask, dotted ones for a causal mask. *FP8 alone* is given its
-# operands in 8 bits.
+# Now we measure the whole way from bfloat16 to the result. FP8 pays where its line is above 1, with
+# a full mask (solid) or a causal one (dotted). *FP8 alone* is given its operands in 8 bits.
 
 
 # Measuring
@@ -2338,6 +2383,16 @@ def in_words(mask):
     return f"between {before:,} and {after:,}" if between else below
 
 
+def crossing(mask):
+    """Return the length at which the line of FP8 with quantize crosses 1, between two points."""
+    before, after = begins(mask)
+    if before == 0 or after == math.inf:
+        return nan
+    low, high = gain(mask, before), gain(mask, after)
+    return before * (after / before) ** ((1 - low) / (high - low))
+
+
+crossings = {mask: crossing(mask) for mask in ("full", "causal")}
 met = all(begins(mask)[0] < expected[mask] <= begins(mask)[1] for mask in expected)
 added = {
     (mask, n): whole.milliseconds_at("quantize + FP8", mask=mask, seqlen=n)
@@ -2365,7 +2420,18 @@ in_operations = max(
 lab.read(
     f"**FP8 with `quantize` begins to pay {in_words('full')} keys with a full mask, and "
     f"{in_words('causal')} with a causal one**, "
-    f"{'as' if met else 'not as'} predicted from the parts. With uncompiled PyTorch operations it "
+    f"{'as' if met else 'not as'} predicted from the parts"
+    + (
+        ": the straight lines of the figure cross 1 at about "
+        f"{round(crossings['full'], -2):,.0f} and {round(crossings['causal'], -2):,.0f} keys; "
+        "predicted were "
+        f"{round(expected['full'], -2):,.0f} and {round(expected['causal'], -2):,.0f}"
+        if all(
+            x == x and x < math.inf for x in (*crossings.values(), *expected.values())
+        )
+        else ""
+    )
+    + ". With uncompiled PyTorch operations it "
     + (
         "never pays here. "
         if in_operations < 1
@@ -2398,9 +2464,9 @@ lab.read(
 # --------------
 #
 # **A flattened descriptor of the transposed V.** This mistake comes from Triton's tutorial on fused
-# attention. V, (heads, head_dim, length), lies in memory head after head. The kernel describes it
-# as *one* matrix of ``head_dim`` rows and ``heads * length`` columns, and asks for a head at the
-# column ``head * head_dim * length``, its place in memory. With two heads, head_dim 2 and 3 keys:
+# attention. V, (heads, head_dim, length), is described as *one* matrix of ``head_dim`` rows and
+# ``heads * length`` columns, and a head is sought at the column ``head * head_dim * length``, its
+# place in memory. With two heads, head_dim 2 and 3 keys:
 #
 # .. image:: /figures/attention-fp8-flat.svg
 #    :alt: Above, 12 numbers in memory, 0 to 5 of head 0 and 6 to 11 of head 1. Below, two rows of
@@ -2410,8 +2476,7 @@ lab.read(
 #
 # The addresses are right: column 6 is number 6, where head 1 begins. But the hardware that copies
 # tiles also checks the bounds, and gives zeros for what lies outside. So only the first
-# ``heads / head_dim`` heads are read. In a small kernel that averages values, the
-# mistake is where the host describes V, and where the kernel asks for a tile:
+# ``heads / head_dim`` heads are read. We plant the mistake in a small kernel that averages values:
 #
 # .. literalinclude:: attention_fp8.py
 #    :language: python
@@ -2502,8 +2567,7 @@ lab.table(
 )
 
 # %%
-# Two habits catch the mistake: compare each head's error with its own truth, and make sure that
-# zeros fail.
+# So compare each head with its own truth, and make sure that zeros fail.
 #
 # .. dropdown:: A register that nobody wrote
 #
@@ -2513,10 +2577,10 @@ lab.table(
 #    the :term:`SASS` it reads a register that nothing has written. The kernel now keeps Triton from
 #    making the number of keys a constant.
 #
-# **A forgotten descale, and one power of two too many.** Neither raises an error. In the second,
-# the weights are multiplied by :math:`2^9`; in the first, what is stored of V is halved:
+# **A forgotten descale, and one power of two too many.** Neither raises an error:
 
 
+# Measuring
 def halved(pair, factor):  # the factor has to be 2
     half = (pair.stored.float() / 2).to(E4M3)
     return Quantized(half, pair.descale * factor)
@@ -2534,10 +2598,10 @@ one_ahead[:, 0] = one_ahead.amax(-1) + 6
 averaged = torch.randn(4096, 32, generator=dice, dtype=torch.float64)
 average_of_all = torch.softmax(one_ahead, -1) @ averaged
 errors_of = {
-    "halved(v, factor), 2 or 1": [
+    "V halved, its descale times 2 (right) or 1 (forgotten)": [
         worst_head(plain(q_8, k_8, halved(v_8, by)), exactly) for by in (2, 1)
     ],
-    "weights times 2⁸ or 2⁹, one key ahead by 6": [
+    "weights times 2⁸ (right) or 2⁹, one key ahead by 6": [
         off_by(with_rounded_weights(one_ahead, averaged, by)[0], average_of_all)
         for by in (8, 9)
     ],
@@ -2546,7 +2610,7 @@ assert all(bad > 4 * good for good, bad in errors_of.values())
 lab.table(
     [
         {
-            "code": what,
+            "mistake": what,
             "error if right": f"{100 * good:.1f} %",
             "if wrong": f"{100 * bad:.1f} %",
         }
@@ -2577,11 +2641,9 @@ lab.read(f"`backward` raises: `{said(lambda: attention(q, k, v).sum().backward()
 # In short
 # --------
 #
-# Eight bits in all operands pay in long sequences, but do not double the speed, because only the
-# matmuls get faster. The error is a few percent on normal data, and more with outliers. Of the
-# choices in 8 bits, V alone in e4m3 errs least, but it gains little or no speed over the package's
-# kernel in bfloat16, and in short sequences with head_dim 128 it is slower. The kernel needs four
-# changes:
+# Eight bits pay in long sequences. They do not double the speed, because only the matmuls get
+# faster, and then the rest takes longest. The error is a few percent on normal data, and more with
+# outliers. V alone errs less, but hardly gains speed. The kernel needs four changes:
 
 # %%
 without, with_it = ("error with 2^0", "error with 2^8")
@@ -2598,7 +2660,7 @@ lab.table(
                 far["around 1"][without],
                 far["around 1"][with_it],
             ),
-            ("V transposed", "time of a matmul, 8 bits", *layouts_ms),
+            ("V transposed", "time of a single matmul, 8 bits", *layouts_ms),
             (
                 "promotion",
                 f"error, {key_count:,} keys, values around 1",
@@ -2607,16 +2669,16 @@ lab.table(
             ),
         )
     ],
-    "What each of the four changes is worth",
+    "What each of the four changes is worth, in a case that needs it",
 )
 
 # %%
 # Exercises
 # ---------
 #
-# **1. A rotation against outliers.** A large column of q and k dominates every score, as does its
-# rounding error. For any orthogonal matrix :math:`R`, :math:`(qR)(kR)^\top = qk^\top`. Apply one
-# before ``quantize`` that spreads a large element over all columns. What happens to the error?
+# **1. A rotation against outliers.** For any orthogonal matrix :math:`R`, :math:`(qR)(kR)^\top =
+# qk^\top`. Apply one before ``quantize`` that spreads a large element over all columns. Does it
+# help?
 
 # %%
 
@@ -2656,7 +2718,7 @@ lab.table(rows, "Error with all operands in e4m3, against the original")
 
 # %%
 # **2. One descale for each column of K.** Divide a large column of k before rounding, and multiply
-# the same column of q. Does that help?
+# that of q. Does it help?
 
 # %%
 
@@ -2731,8 +2793,6 @@ lab.table(rows, "Values that grow a million times")
 # - Micikevicius and others. *FP8 formats for deep learning.* arXiv:2209.05433, 2022.
 # - Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao. *FlashAttention-3: fast and accurate attention
 #   with asynchrony and low-precision.* arXiv:2407.08608, 2024.
-# - Zhang, Wei, Huang, Zhang, Zhu, Chen. *SageAttention: accurate 8-bit attention for plug-and-play
-#   inference acceleration.* arXiv:2410.02367, 2024.
 # - Xiao, Tian, Chen, Han, Lewis. *Efficient streaming language models with attention sinks.*
 #   arXiv:2309.17453, 2023.
 # - Ashkboos and others. *QuaRot: outlier-free 4-bit inference in rotated LLMs.* arXiv:2404.00456,
