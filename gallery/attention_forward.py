@@ -72,12 +72,10 @@ def standard_attention(q, k, v, is_causal=False):
 # What the table costs
 # --------------------
 #
-# Take a single head with :math:`N` queries, :math:`N` keys and head_dim
-# :math:`D`.
-#
-# **Operations.** A score takes :math:`D` multiplications and :math:`D` additions, and there are
-# :math:`N^2` scores. The second matmul, weights times values, costs the same, so the total is
-# :math:`4\, N^2 D` floating-point operations (FLOPs).
+# **Operations.** Take one head with :math:`N` queries, :math:`N` keys and head_dim :math:`D`. It
+# has :math:`N^2` scores, of :math:`D` multiplications and :math:`D` additions each. The second
+# matmul, weights times values, costs the same, so the total is :math:`4\, N^2 D` floating-point
+# operations (FLOPs).
 #
 # **Bytes.** The first matmul writes the scores, softmax reads them and writes the weights, and the
 # second matmul reads the weights. So :math:`N^2` numbers make four trips between the chip and its
@@ -278,7 +276,6 @@ lab.read(
 # The mathematics
 # ---------------
 #
-# A query has to remember three things of the tiles that it has seen, because their scores are gone.
 # Take the three keys of the example, and let the first tile hold the scores 1 and 2. Relative to
 # their maximum, 2, the sum of exponentials ``l`` is :math:`e^{1-2} + e^{2-2}`, and the weighted sum
 # ``acc`` is :math:`10\, e^{1-2} + 20\, e^{2-2}`.
@@ -449,10 +446,11 @@ lab.read(
 )
 
 # %%
-# **One number per query is enough for the backward pass.** The gradient needs the weights again. A
-# weight is :math:`e^{s_{ij} - m_i} / l_i = e^{s_{ij} - (m_i + \log l_i)}`, so the package's forward
-# pass stores :math:`lse_i = m_i + \log l_i`, the :term:`logsumexp` of the scores, in 4 bytes per
-# query.
+# .. dropdown:: What the backward pass needs: one number per query
+#
+#    The gradient needs the weights again. A weight is :math:`e^{s_{ij} - m_i} / l_i = e^{s_{ij} -
+#    (m_i + \log l_i)}`, so the package's forward pass stores :math:`lse_i = m_i + \log l_i`, the
+#    :term:`logsumexp` of the scores, in 4 bytes per query.
 
 # %%
 
@@ -627,8 +625,7 @@ def _update(acc, l_i, m_i, qk, v):
 #   :math:`\log_2 e = 1.4427`, which joins the scale in ``scale_log2``.
 # - **Weights in 16 bits.** ``p.to(v.dtype)`` rounds the weights to 16 bits if the inputs have 16,
 #   because a :term:`matrix unit` takes both operands in one format.
-# - **input_precision.** ``"ieee"`` keeps every bit of a float32 operand, and changes nothing for
-#   16-bit inputs.
+# - **input_precision.** ``"ieee"`` keeps every bit of a float32 operand.
 #
 # .. dropdown:: What the other choices do to float32
 #
@@ -743,7 +740,7 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # -------------
 #
 # With a :term:`causal mask`, a query sees only the keys up to its own position. The first kernel
-# computes every tile all the same, and then discards half of the scores.
+# computes every tile, and then discards half of the scores.
 #
 # .. image:: /figures/attention-stages.svg
 #    :alt: Six tiles of queries and twelve tiles of keys, half as long. The diagonal runs from the
@@ -757,16 +754,15 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # - *cut*: the diagonal passes through, so some scores become :math:`-\infty`.
 # - *beyond*: no query sees any key, so there is nothing to compute.
 #
-# In each row the whole tiles come first and the cut ones next. So we split the loop into two
-# *stages*, and stop after the cut tiles: only the second stage pays for a mask.
+# In each row the whole tiles come first. So we split the loop into two *stages*, and stop after the
+# cut tiles: only the second stage pays for a mask.
 #
 # Take tile 1 of the figure, with queries 32 to 63 and 16 keys in a tile. Its first query sees 33
 # keys, so these are ``seen_by_all``; its last one sees 64, which are ``seen_by_some``. The first
 # stage ends at key ``whole`` = 33 // 16 · 16 = 32, and the second at key 64: two tiles each.
 #
-# The code computes the three numbers in the same way. ``tl.static_range`` is unrolled when the
-# kernel is compiled, so ``CUT`` is a constant in each of the two loops, and the loop over whole
-# tiles has no mask.
+# ``tl.static_range`` is unrolled when the kernel is compiled, so ``CUT`` is a constant in each of
+# the two loops, and the loop over whole tiles has no mask.
 #
 # .. literalinclude:: attention_forward.py
 #    :language: python
@@ -903,8 +899,7 @@ lab.table(rows, "Tiles computed, counted by the kernel")
 # **Queries and keys of different length.** A model that has read 997 tokens and now processes 3
 # more has 3 queries and 1,000 keys, and its last query should see all. So this book aligns the
 # diagonal to the *bottom right*: query :math:`i` sees key :math:`j` if
-# :math:`j \le i + \text{seqlen}_k - \text{seqlen}_q`. PyTorch aligns it to the top left. Move the
-# diagonal yourself:
+# :math:`j \le i + \text{seqlen}_k - \text{seqlen}_q`. PyTorch aligns it to the top left.
 #
 # .. tilemap::
 
@@ -1490,7 +1485,7 @@ lab.sketch(
 # **acc not rescaled.** ``acc + p @ v`` in place of ``acc * alpha + p @ v``. The sum ``l`` is still
 # rescaled, so numerator and denominator end on different scales, unless the largest score is in the
 # first tile. Here the scores rise along the keys. The first 16 queries see one tile and are right.
-# How wrong are the others? Three numbers of one result, and its largest error:
+# And the others? Three numbers of one result, and its largest error:
 
 compare("acc not rescaled", [40], q.abs(), k + rising, v)
 
