@@ -241,8 +241,8 @@ CHAPTERS = {
         },
     ),
     "attention_hopper": Facts(
-        "Nothing keeps the matmuls and the exponentials of attention in step: how do warps with "
-        "roles make them overlap, and what is each step to that worth?",
+        "Which loop keeps the matmul units of a Hopper GPU at work, and what is each change to it "
+        "worth?",
         "advanced",
         ("attention_fast", "warps_with_roles"),
         "ladder",

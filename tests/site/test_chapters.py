@@ -386,11 +386,12 @@ def test_folds_of_one_result_are_one_fold(build, tmp_path):
     page = (tmp_path / "out/chapters/trial.html").read_text(encoding="utf-8")
     titles = re.findall("<summary>(.*?)</summary>", page)
     assert titles == [
+        "About this run",
         "The book’s number",
         *["How this was measured"] * 2,
         "How this table was made",
     ]
-    first, second, third = page.split("<summary>")[1:4]
+    first, second, third = page.split("<summary>")[2:5]
     assert "<caption>One</caption>" in first
     assert "</details>" not in first
     assert "</details>" in second.split("<div hidden>")[0]
