@@ -40,6 +40,7 @@ from kernelbook.ops.layer_norm.forward import (
     without,
 )
 from kernelbook.ops.rows.sums import two_sums
+from kernelbook.ops.rows.units import unit_of
 from kernelbook.small.layer_norm import norm, norm_kernel
 
 lab.start("layer_norm", "kernelbook.ops.layer_norm")
@@ -1094,6 +1095,96 @@ lab.facts(
         for columns in (1024, 16384, 65536)
         for dtype in DTYPES
     },
+)
+
+# %%
+# Rows that 16 does not divide
+# ----------------------------
+#
+# Triton finds out of a length whether 16 divides it. Of 4,100 it learns nothing, and then a thread
+# loads one number at a time, because the compiler cannot prove that more would be aligned. So the
+# operator passes ``UNIT``, the greatest power of two, up to 16, that divides both the length and
+# the stride of the rows: 4 for rows of 4,100. :doc:`/chapters/first_kernel` shows how a kernel uses
+# it. The table has the same kernel with and without it.
+
+
+# Measuring
+def told(x, w, b, unit):
+    """The kernel for whole rows, which is told that ``unit`` divides their length."""
+    n_rows, n_cols = x.shape
+    block = runtime.next_power_of_2(n_cols)
+    rows = max(1, tuned.TILE // (block * x.itemsize))
+    kernel = row_fwd_kernel[(runtime.cdiv(n_rows, rows),)]
+    tensors = x, w, b, torch.empty_like(x), None, None
+    numbers = n_cols, n_rows, n_cols, 1e-5, rows, block, unit
+    warps = tuned.row_warps(block, x.itemsize)
+    return lambda: kernel(*tensors, *numbers, num_warps=warps)
+
+
+def uneven_providers(columns, rows, dtype):
+    x = torch.randn(rows, columns, device=runtime.DEVICE, dtype=dtype)
+    w, b, y = x[0].clone(), x[1].clone(), torch.empty_like(x)
+    compiled = torch.compile(lambda x, w, b: F.layer_norm(x, (columns,), w, b))
+    return {
+        "copy": lambda: y.copy_(x),
+        "PyTorch": lambda: F.layer_norm(x, (columns,), w, b),
+        "torch.compile": lambda: compiled(x, w, b),
+        "told nothing": told(x, w, b, 1),
+        "Kernel Book": lambda: layer_norm(x, columns, w, b),
+    }
+
+
+# %%
+
+UNEVEN = [1000, 4100, 4098, 4101]
+uneven = lab.bench(
+    "uneven",
+    points(torch.bfloat16, UNEVEN),
+    uneven_providers,
+    limit="copy",
+    work=FORWARD,
+)
+shares = {
+    n: {
+        name: 100 * uneven.share(name, columns=n)
+        for name in ("PyTorch", "torch.compile", "told nothing", "Kernel Book")
+    }
+    for n in UNEVEN
+}
+lab.table(
+    [
+        {
+            "columns": f"{n:,}",
+            "power of two that divides": unit_of(n),
+            "PyTorch": f"{of['PyTorch']:.0f}",
+            "torch.compile": f"{of['torch.compile']:.0f}",
+            "ours, told nothing": f"{of['told nothing']:.0f}",
+            "ours": f"{of['Kernel Book']:.0f}",
+        }
+        for n, of in shares.items()
+    ],
+    f"Forward, bfloat16, in % of a copy, on {gpu}",
+)
+
+# %%
+
+# Reading
+gain = {n: of["Kernel Book"] / of["told nothing"] for n, of in shares.items()}
+more, none = [n for n in UNEVEN if unit_of(n) > 1], [n for n in UNEVEN if unit_of(n) == 1]
+behind = [
+    n
+    for n in none
+    if max(shares[n]["PyTorch"], shares[n]["torch.compile"]) > shares[n]["Kernel Book"]
+]
+lab.read(
+    f"**The knowledge makes the kernel {min(gain[n] for n in more):.1f} to "
+    f"{max(gain[n] for n in more):.1f} times as fast.** An odd length has no such divisor, so each "
+    "number is still loaded by itself"
+    + (
+        f", and PyTorch is ahead at {' and '.join(f'{n:,}' for n in behind)} columns."
+        if behind
+        else "."
+    )
 )
 
 # %%

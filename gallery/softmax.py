@@ -585,7 +585,13 @@ lab.read(
 # elements, and ``other`` fills what is left with minus infinity, whose exponential is 0.
 
 # Folded: The row kernel whole, which takes one or more rows per program
-lab.source(row_fwd_kernel)
+lab.listing(
+    {
+        "UNIT is the greatest power of two, up to 16, that divides the length and the stride of "
+        "rows. n_cols // UNIT * UNIT is n_cols, but now the compiler knows that UNIT divides it, "
+        "and a thread may load several numbers at once": row_fwd_kernel
+    }
+)
 
 # %%
 
