@@ -47,6 +47,9 @@ BOOKKEEPING = {
 PLAIN = (["n"], ["p"], ["w"])
 """Pygments' classes of the tokens that have no colour of their own in the book's two styles."""
 
+BOOKS = {*FOLDED.values(), *BOOKKEEPING.values()} - {FOLDED["# Whole"], "What this page imports"}
+"""The folds of how results were made, which a page shows when its reader asks for them."""
+
 MISTAKES = "What breaks it"
 """The section whose code is what it is about."""
 PACE = {"words": 130, "lines of code": 15, "lines of mathematics": 2, "figures": 2}
@@ -362,7 +365,7 @@ def save_figures(block, block_vars, gallery_conf):
             count = int(own.stem.rpartition("_")[2])
             anchor = "-".join(filter(None, ("figure", str(count), variant)))
             links = f'<a href="../{address}">Raw data of this figure</a>'
-            links += f' · <a href="#{anchor}">Link to figure {count}</a>'
+            links += f' · <a href="#{anchor}">Link to it</a>'
             shown = (
                 f'.. raw:: html\n\n   <span id="{anchor}"></span>\n\n{shown}\n'
                 f'.. raw:: html\n\n   <p class="kb-raw">{links}</p>\n'
@@ -385,7 +388,7 @@ def chapters_first(app, env, docnames):
 
 
 def note_amount(env, doctree):
-    """Keep how much of a chapter is read at once, and how much is folded, if nothing is yet."""
+    """Keep how much of a chapter is read as it opens, if nothing is folded yet."""
     folded, unseen = set(), set()
     for code, outputs in cells(doctree):
         source = code.astext().strip()
@@ -399,9 +402,8 @@ def note_amount(env, doctree):
         if box.get("design_component") == "dropdown" and not box["opened"]:
             folded.update(box.findall())
     parts = [part for part in doctree.findall(nodes.Element) if part not in unseen]
-    about = env.metadata[env.docname]
-    about["amount"] = amount_of([part for part in parts if part not in folded])
-    about["folded"] = amount_of([part for part in parts if part in folded])
+    amount = amount_of([part for part in parts if part not in folded])
+    env.metadata[env.docname]["amount"] = amount
 
 
 def amount_of(parts):
@@ -451,19 +453,15 @@ def chapter_link(env, stem):
     )
 
 
-def reading_times(env, stem):
-    """The minutes that a chapter takes as it opens, and with every fold open."""
-    about = env.metadata[f"chapters/{stem}"]
-    everything = {kind: about["amount"][kind] + about["folded"][kind] for kind in PACE}
-    return minutes(about["amount"]), minutes(everything)
+def reading_time(env, stem):
+    """The minutes that a chapter takes as it opens."""
+    return minutes(env.metadata[f"chapters/{stem}"]["amount"])
 
 
 def facts_of(env, stem):
     """Reading time, difficulty and what comes before: a list of text and links."""
     facts = CHAPTERS[stem]
-    short, whole = reading_times(env, stem)
-    time = f"{short} min ({whole} with every fold open)"
-    line = [nodes.Text(f"{time} · {facts.difficulty} · builds on ")]
+    line = [nodes.Text(f"{reading_time(env, stem)} min · {facts.difficulty} · builds on ")]
     for number, need in enumerate(facts.needs):
         line += [nodes.Text(", ")] * (number > 0) + [chapter_link(env, need)]
     return line if facts.needs else [*line, nodes.Text("PyTorch alone")]
@@ -664,7 +662,7 @@ def fold(doctree):
             opening = f'<details class="kb-solution"><summary>{label}</summary>'
             wrap(code, last, opening, "</details>")
         elif label := fold_label(code):
-            opening = f'<details class="kb-code"><summary>{in_print(label)}</summary>'
+            opening = opening_of(label, first)
             if first.startswith(ONLY_OUTPUT):
                 begin, end = code, last
                 if number and within_next[number - 1]:
@@ -672,8 +670,7 @@ def fold(doctree):
                     begin, end = outputs[0], code
                     move_behind(code, last)
                     move_behind(made, last)
-                    within = f'<details class="kb-code"><summary>{fold_label(made)}</summary>'
-                    wrap(made, made, within, "</details>")
+                    wrap(made, made, opening_of(fold_label(made)), "</details>")
                 wrap(begin, end, opening, "</details>")
                 wrap(code, code, "<div hidden>", "</div>")
             elif first == "# Reading" and outputs:
@@ -684,10 +681,16 @@ def fold(doctree):
                 wrap(code, code, opening, "</details>")
 
 
+def opening_of(label, first=""):
+    """The opening tag of a fold, and its label; ``first`` is the first line of its cell."""
+    kind = "kb-code kb-book" if label in BOOKS and not first.startswith(ONLY_OUTPUT) else "kb-code"
+    return f'<details class="{kind}"><summary>{in_print(label)}</summary>'
+
+
 def fold_into_paragraph(code, outputs, label):
     """Let the code that wrote a paragraph open from a sign at its end: rows break the text."""
     move_behind(code, outputs[-1])
-    opening = f'<details class="kb-code kb-wrote"><summary><span>{label}</span></summary>'
+    opening = f'<details class="kb-code kb-book kb-wrote"><summary><span>{label}</span></summary>'
     wrap(code, code, opening, "</details></div>")
     code.parent.insert(code.parent.index(outputs[0]), html('<div class="kb-written">'))
 
@@ -717,8 +720,8 @@ def download_bar(stem, name):
 def add_opening(app, doctree, stem):
     """Open a chapter with its question, its bars and what the reader will learn.
 
-    What follows in small type is how to run it: the downloads, with what it was tested, where this
-    page ran, and its imports.
+    What follows in small type is how to run it: the downloads and, in a fold, where this page ran,
+    with what it was tested, and its imports. The fold is open if the results are out of date.
     """
     from support import tested_with  # which needs this module
 
@@ -736,10 +739,12 @@ def add_opening(app, doctree, stem):
     last = section.first_child_matching_class(nodes.section) or len(section)
     start = learn + 3 if learn is not None else first
     if first is None or not start <= first < last:
-        start = last = last if first is None else first
-    section.insert(last, html("</div>"))
-    section.insert(start, html('<div class="kb-setup">'))
-    section.insert(start + 1, [download_bar(stem, "Downloads"), tested])
+        start = first = last = last if first is None else first
+    is_stale = any("kb-stale" in node.astext() for node in section[first:last])
+    about = f'<details class="kb-about"{" open" * is_stale}><summary>About this run</summary>'
+    section.insert(last, html("</details></div>"))
+    section.insert(first, [html(about), tested])
+    section.insert(start, [html('<div class="kb-setup">'), download_bar(stem, "Downloads")])
     section.append(download_bar(stem, "Downloads, at the end"))
 
 
@@ -871,4 +876,4 @@ def setup(app):
     app.connect("doctree-resolved", keep_punctuation)
     app.connect("doctree-resolved", let_figures_pan)
     # Raise env_version with what note_amount keeps: pages that are not read again lack it.
-    return {"env_version": 3, "parallel_read_safe": False, "parallel_write_safe": True}
+    return {"env_version": 4, "parallel_read_safe": False, "parallel_write_safe": True}

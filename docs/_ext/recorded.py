@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from chapters import CHAPTERS, PACE, PARTS, opening_bars, reading_order, reading_times
+from chapters import CHAPTERS, PACE, PARTS, opening_bars, reading_order, reading_time
 from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx import addnodes
@@ -170,15 +170,12 @@ class Chapters(SphinxDirective):
 
     def legend(self, stems):
         """What the pictures show and how long it all takes; how that is counted, on one page."""
-        short, whole = (
-            round(sum(times) / 60)
-            for times in zip(*(reading_times(self.env, stem) for stem in stems), strict=True)
-        )
+        hours = round(sum(reading_time(self.env, stem) for stem in stems) / 60)
         said = (
             f"A picture shows a chapter’s versions on one input, in percent of a limit that was "
             f"measured beside them or in microseconds, {measured_on(primary())}. The line below "
             f"the question says what the chapter reaches, over its inputs or on the largest. All "
-            f"chapters together take about {short} hours to read ({whole} with every fold open)"
+            f"chapters together take about {hours} hours to read"
         )
         if self.env.docname != "chapters":
             return f"{said}."

@@ -151,6 +151,48 @@ document.addEventListener("DOMContentLoaded", breakOnPhone);
 PHONE.addEventListener("change", breakOnPhone);
 document.addEventListener("toggle", (event) => event.target.open && breakLines(event.target), true);
 
+// How each result was made stands in folds beside it, far more than most readers open. A page shows
+// them when its reader asks, by a button that stands at the top and below the table of contents, and
+// all pages after it.
+
+const MADE = "kernel-book-made";
+
+function showMade(shown) {
+  document.documentElement.classList.toggle("kb-quiet", !shown);
+  for (const button of document.querySelectorAll("button.kb-made")) {
+    button.setAttribute("aria-pressed", shown);
+    button.textContent = shown ? "Hide how the results were made" : "Show how the results were made";
+  }
+}
+
+function addMadeSwitches() {
+  if (!document.querySelector("details.kb-book")) return;
+  const places = [".kb-setup .kb-downloads", "#pst-page-toc-nav"];
+  for (const place of places.map((found) => document.querySelector(found)).filter(Boolean)) {
+    const button = Object.assign(document.createElement("button"), {
+      className: "kb-made",
+      type: "button",
+    });
+    button.addEventListener("click", () => {
+      const before = button.getBoundingClientRect().top;
+      const shown = button.getAttribute("aria-pressed") !== "true";
+      showMade(shown);
+      window.scrollBy({ top: button.getBoundingClientRect().top - before, behavior: "instant" });
+      try {
+        localStorage.setItem(MADE, shown);
+      } catch {} // as for the GPU
+    });
+    place.after(button);
+  }
+  let kept = null;
+  try {
+    kept = localStorage.getItem(MADE);
+  } catch {}
+  showMade(kept === "true");
+}
+
+document.addEventListener("DOMContentLoaded", addMadeSwitches);
+
 // A figure is as wide as a phone, and its labels are small there. A tap on it, or on the button below
 // it, shows it larger, in a window that scrolls; the next tap closes that.
 

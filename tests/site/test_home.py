@@ -17,7 +17,6 @@ RECORDS = {
     for world in ("", "2x-", "4x-", "8x-")  # the most GPUs come last, and count
     for path in (ROOT / "results" / f"{world}nvidia-h200").glob("*.json")
 }
-FOLDED = r"\(\d+ with every fold open\)"
 WORK = {"copy": lambda point: 2 * size(point), "matmul": lambda point: 2 * 8192**3}
 
 
@@ -96,7 +95,7 @@ def test_a_card_says_what_a_reader_must_know(stem, path):
     card, facts = cards_of(path)[stem], CHAPTERS[stem]
     said = text_of(card).replace("’", "'")
     assert facts.question in said
-    assert re.search(rf"\b\d+ min {FOLDED} · {facts.difficulty} · builds on ", text_of(card))
+    assert re.search(rf"\b\d+ min · {facts.difficulty} · builds on ", text_of(card))
     if stem not in RECORDS:
         assert "Not recorded yet." in said
         return
@@ -121,7 +120,7 @@ def test_a_chapter_says_the_same_under_its_title(stem):
     [line] = re.findall(
         r'(?s)</h1>\s*<p class="kb-path">(.*?)</p>', page_of(f"chapters/{stem}.html")
     )
-    [on_card] = re.findall(rf"\d+ min {FOLDED} · .*", text_of(cards_of("index.html")[stem]))
+    [on_card] = re.findall(r"\d+ min · .*", text_of(cards_of("index.html")[stem]))
     assert text_of(line).startswith(re.split(" · builds", on_card)[0])
     before, _, after = line.partition(" · next chapter: ")
     order = list(CHAPTERS)

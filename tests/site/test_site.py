@@ -252,7 +252,8 @@ def test_a_page_folds_what_keeps_the_books_and_shows_mistakes(path, visit):
     )
     assert clipped == [], "code is cut off on a desktop"
     assert page.locator("details.kb-code[open]").count() == 0
-    first = page.locator("details.kb-code").first
+    page.locator("button.kb-made").first.click()
+    first = page.locator("details.kb-book:not(.kb-wrote)").first
     first.locator("summary").click()
     assert first.locator(".highlight").first.is_visible()
 
@@ -293,8 +294,27 @@ def test_a_figure_enlarges_on_a_phone(visit):
     assert visit().open(CHAPTERS[0]).locator("button.kb-enlarge").count() == 0
 
 
+def test_how_results_were_made_shows_when_asked_for(visit):
+    """Two buttons, at the top and below the table of contents, say the same on every page."""
+    visitor = visit()
+    page = visitor.open(CHAPTERS[0])
+    books, buttons = page.locator("details.kb-book"), page.locator("button.kb-made")
+    assert books.count()
+    assert books.filter(visible=True).count() == 0
+    assert buttons.count() == 2
+    buttons.last.focus()
+    page.keyboard.press("Enter")
+    assert books.filter(visible=True).count()
+    assert {button.get_attribute("aria-pressed") for button in buttons.all()} == {"true"}
+    visitor.open(CHAPTERS[1])
+    assert page.locator("details.kb-book").filter(visible=True).count()
+    page.locator("button.kb-made").first.click()
+    assert page.locator("details.kb-book").filter(visible=True).count() == 0
+
+
 def test_the_code_of_a_paragraph_opens_from_its_end(visit):
     page = visit().open(CHAPTERS[0])
+    page.locator("button.kb-made").first.click()
     written = page.locator(".kb-written").first
     sign = written.get_by_text("Code for this paragraph").locator("..")
     ends = written.locator(".kb-read p").evaluate("p => [...p.getClientRects()].at(-1).bottom")
