@@ -8,8 +8,9 @@ In the backward pass of layer norm, every row of a batch adds to the gradient of
 You will learn
 
 - how the gradient of layer norm comes down to two means per row, ``c1`` and ``c2``;
-- what a lock has to order besides its own variable, and what it costs;
-- how partial sums, one per program, make the gradient faster, and the same in every run on one GPU.
+- why a program should sum many rows before it hands over anything;
+- what an atomic add, a lock and partial sums cost, and which give the same bits in every run;
+- what a lock has to order besides its own variable.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -35,7 +36,7 @@ from kernelbook.ops.layer_norm.backward import (
 )
 from kernelbook.ops.layer_norm.forward import _forward
 from kernelbook.ops.layer_norm.operator import gradient
-from kernelbook.ops.layer_norm.sums import hand_over, sum_of_buffers
+from kernelbook.ops.layer_norm.sums import _add_buffers, hand_over, sum_of_buffers
 from kernelbook.small.layer_norm_backward import (
     add_kernel,
     lock_kernel,
@@ -58,18 +59,18 @@ lab.start("layer_norm_backward", "kernelbook.ops.layer_norm")
 
 
 def simple_backward(x, w, mean, rstd, dy):
-    xhat = (x - mean) * rstd
-    wdy = w * dy
-    c1 = (xhat * wdy).mean(-1, keepdim=True)
-    c2 = wdy.mean(-1, keepdim=True)
-    dx = (wdy - (xhat * c1 + c2)) * rstd
-    return dx, (dy * xhat).sum(0), dy.sum(0)
+    xhat = (x - mean) * rstd  # reads 2N, writes 2N
+    wdy = w * dy  # reads 1N, writes 1N
+    c1 = (xhat * wdy).mean(-1, keepdim=True)  # reads 3N, writes 1N
+    c2 = wdy.mean(-1, keepdim=True)  # reads 1N
+    dx = (wdy - (xhat * c1 + c2)) * rstd  # reads 5N, writes 4N
+    return dx, (dy * xhat).sum(0), dy.sum(0)  # reads 4N, writes 1N
 
 
 # %%
-# Each operation is a :term:`kernel` of its own. For a row of :math:`N` elements they read
-# :math:`16 N` and write :math:`9 N`, where reading ``x`` and ``dy`` and writing ``dx``, :math:`3 N`
-# in all, would be enough: 8.3 times fewer bytes.
+# PyTorch runs each operation as a :term:`kernel` of its own. For each row of :math:`N` elements,
+# they read :math:`16 N` and write :math:`9 N`. A kernel that reads ``x`` and ``dy`` once and writes
+# ``dx`` moves :math:`3 N`, which is 12 % of these 25.
 #
 # The idea
 # --------
@@ -86,13 +87,17 @@ def simple_backward(x, w, mean, rstd, dy):
 #    :alt: Program A reads 3 from memory, and then program B reads 3. A stores 3 + 3, so that memory
 #          holds 6. B stores 3 + 4, and memory holds 7, where it should hold 10.
 #
-# The obvious remedy is a *lock*, under which programs add one at a time. There is a better one:
+# An *atomic add* cannot lose an addition, because the hardware reads, adds and writes in one step.
+# A *lock* cannot either, because under it programs add one at a time. But both make programs meet
+# at one address, once for every row, and whoever comes first adds first, so the rounding differs
+# from run to run. There is a better way:
 #
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    Each program sums its own rows and stores a *partial sum*, and a second kernel adds the
-#    partial sums. To add, no program waits for another, and the order of additions never changes.
+#    Each program sums *many rows* in registers before it hands over anything. It then stores its
+#    *partial sum* where nobody else writes, and a second kernel adds the partial sums. No program
+#    waits to add, and the order of additions never changes.
 #
 # .. image:: /figures/layer-norm-partials.svg
 #    :alt: Six rows of x and dy and three programs. Program 0 takes rows 0 and 3, program 1 rows 1
@@ -102,10 +107,11 @@ def simple_backward(x, w, mean, rstd, dy):
 # The mathematics
 # ---------------
 #
-# Not all of the gradient that arrives at :math:`\hat{x}` reaches :math:`x`. Adding a number to the
-# whole row leaves :math:`\hat{x}` as it is, so ``dx`` sums to 0. Scaling the row leaves it as it
-# is, too, but for epsilon, so the product of ``dx`` with :math:`\hat{x}` is nearly 0. Two parts are
-# therefore taken away: the mean of what arrives, ``c2``, and its part along :math:`\hat{x}`, which
+# Not all of the gradient that arrives at :math:`\hat{x}` reaches :math:`x`. Adding a small number
+# to the whole row leaves :math:`\hat{x}` as it is, so the loss does not change. Its slope in that
+# direction is the sum of ``dx``, which must therefore be 0. Scaling the row leaves :math:`\hat{x}`
+# as it is, too, but for epsilon, so the product of ``dx`` with :math:`\hat{x}` is nearly 0. Two
+# parts are taken away: the mean of what arrives, ``c2``, and its part along :math:`\hat{x}`, which
 # is :math:`\hat{x}` times a number, ``c1``.
 #
 # Here is the forward chapter's row of eight, with its mean m and ``rstd`` r, weights of 2 and no
@@ -184,35 +190,35 @@ lab.read(
 #
 # The first two are summed over all rows. The code calls the last one ``wdy``.
 #
-# *Step 2.* The deviation :math:`d = x - m \mathbf{1}`, with :math:`\mathbf{1}` the column of ones,
+# *Step 2.* The deviation :math:`u = x - m \mathbf{1}`, with :math:`\mathbf{1}` the column of ones,
 # is a matrix :math:`P` times :math:`x`:
 #
 # .. math::
 #
 #    P = I - \tfrac{1}{N} \mathbf{1} \mathbf{1}^\top
 #
-# *Step 3.* By the chain rule, the derivative of :math:`r = (d^\top d / N + \epsilon)^{-1/2}` with
-# respect to :math:`d` is :math:`-r^3 d^\top / N`, in which epsilon stays inside :math:`r`.
+# *Step 3.* By the chain rule, the derivative of :math:`r = (u^\top u / N + \epsilon)^{-1/2}` with
+# respect to :math:`u` is :math:`-r^3 u^\top / N`, in which epsilon stays inside :math:`r`.
 #
 # .. dropdown:: Step 3: the derivative of ``rstd``
 #
 #    .. math::
 #
 #       \begin{aligned}
-#       \frac{\partial r}{\partial d}
-#       &= -\tfrac{1}{2} \big( \tfrac{1}{N} d^\top d + \epsilon \big)^{-3/2}
-#          \cdot \tfrac{2}{N} d^\top \\
-#       &= -\tfrac{1}{N}\, r^3\, d^\top
+#       \frac{\partial r}{\partial u}
+#       &= -\tfrac{1}{2} \big( \tfrac{1}{N} u^\top u + \epsilon \big)^{-3/2}
+#          \cdot \tfrac{2}{N} u^\top \\
+#       &= -\tfrac{1}{N}\, r^3\, u^\top
 #       \end{aligned}
 #
 #    Nothing is dropped, because the sum in brackets to the power :math:`-3/2` is just :math:`r^3`.
 #
-# *Step 4.* By the product rule, the derivative of :math:`\hat{x} = r\, d` has two terms, and
-# :math:`r\, d` is :math:`\hat{x}` again:
+# *Step 4.* By the product rule, the derivative of :math:`\hat{x} = r\, u` has two terms, and
+# :math:`r\, u` is :math:`\hat{x}` again:
 #
 # .. math::
 #
-#    \frac{\partial \hat{x}}{\partial d} = r I - \tfrac{1}{N}\, r^3\, d\, d^\top
+#    \frac{\partial \hat{x}}{\partial u} = r I - \tfrac{1}{N}\, r^3\, u\, u^\top
 #    = r \big( I - \tfrac{1}{N} \hat{x} \hat{x}^\top \big)
 #
 # *Step 5.* Times :math:`P`, this is the Jacobian of :math:`\hat{x}` with respect to :math:`x`. The
@@ -245,9 +251,9 @@ N, eps = 7, 1.0
 x, w, dy = torch.randn(3, N, dtype=torch.float64)
 one, eye = torch.ones(N, 1, dtype=torch.float64), torch.eye(N, dtype=torch.float64)
 P = eye - one @ one.T / N
-d = x - x.mean()
-r = (d @ d / N + eps).rsqrt()
-xhat = (r * d)[:, None]
+u = x - x.mean()
+r = (u @ u / N + eps).rsqrt()
+xhat = (r * u)[:, None]
 J = r * (eye - one @ one.T / N - xhat @ xhat.T / N)
 dx, _, _ = simple_backward(x[None], w, x.mean(), r, dy[None])
 
@@ -255,8 +261,8 @@ dx, _, _ = simple_backward(x[None], w, x.mean(), r, dy[None])
 
 
 # Measuring
-def rstd_of(d):
-    return (d @ d / N + eps).rsqrt()
+def rstd_of(u):
+    return (u @ u / N + eps).rsqrt()
 
 
 def xhat_of(x):
@@ -269,10 +275,10 @@ def loss(x):
 
 steps = {
     "2: P": (P, jacobian(lambda x: x - x.mean(), x)),
-    "3: of rstd": (-(r**3) * d / N, jacobian(rstd_of, d)),
-    "4: of xhat by d": (
+    "3: of rstd": (-(r**3) * u / N, jacobian(rstd_of, u)),
+    "4: of xhat by u": (
         r * (eye - xhat @ xhat.T / N),
-        jacobian(lambda d: d * rstd_of(d), d),
+        jacobian(lambda u: u * rstd_of(u), u),
     ),
     "5: J": (J, jacobian(xhat_of, x)),
     "6: J times wdy": (J @ (w * dy), jacobian(loss, x)),
@@ -302,26 +308,104 @@ lab.read(
 # The backward kernel
 # -------------------
 #
-# One program per row would leave two rows of float32 sums for each row of ``x``, four times the
-# bytes of an ``x`` of 16 bits. So we launch only as many programs as fit on the GPU's :term:`SMs
-# <SM>` (streaming multiprocessors) at once. Each loops over many rows and keeps its sums ``dw`` and
-# ``db`` in :term:`registers <register>`.
-#
-# ``cols`` are the columns of a row, filled up to a power of two, and ``inside`` masks the filling
-# with zeros, which add nothing.
+# How many rows should a program take? Its sums are two rows of float32, written once and read once:
+# 16 bytes per column, however many rows it has summed. Each row of 16-bit numbers is 6 bytes per
+# column, for ``x``, ``dy`` and ``dx``.
+
+
+# Drawing
+def bytes_by_rows(axes):
+    for place, rows_each in enumerate((1, 2, 8, 64)):
+        sums = 16 / rows_each
+        ink = lab.colour("Kernel Book"), lab.colour("PyTorch")
+        axes.barh(place, 6, color=ink[0], height=0.6)
+        axes.barh(place, sums, left=6, color=ink[1], height=0.6)
+        axes.text(6.3 + sums, place, f"{6 + sums:g}", va="center", fontsize=11)
+    names = ["1 row", "2 rows", "8 rows", "64 rows"]
+    axes.set_yticks(range(4), names)
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlim(0, 25)
+    axes.set_xlabel("bytes read and written per element of x")
+    axes.text(3, -0.55, "x, dy, dx", ha="center", color=ink[0], fontsize=11)
+    axes.text(14, -0.55, "sums", ha="center", color=ink[1], fontsize=11)
+
+
+lab.sketch(
+    "What a program moves, by the rows it sums",
+    "Bars of bytes per element. x, dy and dx are 6 bytes in each. The sums add 16 with one row a "
+    "program, 8 with two, 2 with eight and 0.25 with 64.",
+    bytes_by_rows,
+    height=2.4,
+)
+
+# %%
+# With one row per program, the sums would be most of the traffic. With 64 rows they hardly show. So
+# we launch only as many programs as fit on the GPU's :term:`SMs <SM>` (streaming multiprocessors)
+# at once. Each loops over its rows and keeps its sums ``dw`` and ``db`` in :term:`registers
+# <register>`.
 
 lab.source(sum_my_rows)
 
 # %%
 # Program 0 of three takes rows 0, 3, 6 and so on. From ``c1`` to ``dx`` the loop is step 6, in the
-# same names.
+# same names. ``cols`` are the columns of a row, filled up to a power of two. In the filling ``dy``
+# is 0, so it adds nothing to any sum.
 #
-# The obvious way: a lock
+# After the loop each program holds its sums, and the question of this chapter remains: how does it
+# hand them over? The next three sections change only the lines after ``sum_my_rows``.
+#
+# The shortest way: an atomic add
+# -------------------------------
+#
+# All programs share one *buffer* in main memory, two rows of zeros at first, and an
+# :term:`atomic` add puts each number into it in one indivisible step. The host reads the sums after
+# the kernel, so nothing else has to be ordered, and ``relaxed`` says so:
+#
+# .. code-block:: python
+#
+#    tl.atomic_add(sums_ptr + cols, dw, mask=inside, sem="relaxed")
+#    tl.atomic_add(sums_ptr + n_cols + cols, db, mask=inside, sem="relaxed")
+
+
+# Whole: atomic_kernel
+@triton.jit
+def atomic_kernel(
+    x_ptr, w_ptr, mean_ptr, rstd_ptr, dy_ptr, dx_ptr, sums_ptr, n_rows, n_cols,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    cols = tl.arange(0, BLOCK)
+    dw, db = sum_my_rows(
+        x_ptr, w_ptr, mean_ptr, rstd_ptr, dy_ptr, dx_ptr, n_rows, n_cols, cols
+    )
+    inside = cols < n_cols
+    tl.atomic_add(sums_ptr + cols, dw, mask=inside, sem="relaxed")
+    tl.atomic_add(sums_ptr + n_cols + cols, db, mask=inside, sem="relaxed")
+
+
+# %%
+
+
+# Measuring
+def with_atomics(x, w, mean, rstd, dy, n_programs):
+    n_rows, n_cols = x.shape
+    dx, sums = torch.empty_like(x), x.new_zeros(2, n_cols)
+    block = triton.next_power_of_2(n_cols)
+    atomic_kernel[(n_programs,)](x, w, mean, rstd, dy, dx, sums, n_rows, n_cols, block)
+    return dx, *sums
+
+
+# %%
+# The order of these additions is whatever order the programs come in. And only what the hardware
+# can do in one step can be done this way. For all else there is the general tool.
+#
+# The general way: a lock
 # -----------------------
 #
-# With a lock, the programs add ``dw`` and ``db`` to one *buffer* in main memory, two rows of zeros
-# at first, one program at a time. The lock is an integer, 0 if free and 1 if taken. A
-# compare-and-swap, an :term:`atomic` operation, reads it, and writes 1 only if it read 0, in one
+# Under a lock, a program loads the buffer, adds to it and stores it, while all others stay out. The
+# lock is an integer, 0 if free and 1 if taken. A
+# compare-and-swap, another atomic operation, reads it, and writes 1 only if it read 0, in one
 # indivisible step. So one program succeeds, and the others try again. This cannot hang, because the
 # program that holds the lock is running and waits for nothing.
 
@@ -351,26 +435,23 @@ lab.source(lock_kernel)
 #    When an acquire reads what a release wrote, everything before the release is visible to
 #    everything after the acquire.
 #
-# No lock: partial sums
-# ---------------------
+# The way without waiting: partial sums
+# -------------------------------------
 #
-# Nobody has to wait if each program gets a buffer of its own: all lines from the swap to the
-# exchange become two stores, to rows that nobody else writes.
+# All this order is needed only because programs share a buffer. If each gets one of its own, all
+# lines from the swap to the exchange become two stores, to rows that nobody else writes.
 
-lab.source(partial_kernel)
-
-# %%
-# A second kernel adds the buffers. Each of its programs takes some columns, and adds them in the
-# order of the buffers, which is always the same.
-
-lab.source(add_kernel)
+lab.source(partial_kernel, "no lock")
 
 # %%
-# To ``add_kernel``, a buffer is one row: ``dw`` and then ``db``.
+# A second kernel, ``add_kernel``, adds the buffers. Each of its programs takes some columns, and
+# adds them in the order of the buffers, which is always the same.
 
-# Folded: What the host does, for either way
+# Folded: The kernels of partial sums whole, and what the host does
 lab.listing(
     {
+        "The first kernel": partial_kernel,
+        "The second, to which a buffer is one row: dw and then db": add_kernel,
         "One buffer of zeros, and a lock that is free": with_lock,
         "A buffer for each program, and a second launch": without_lock,
     }
@@ -383,62 +464,129 @@ seed = torch.Generator(runtime.DEVICE).manual_seed(0)
 few, few_dy, few_w = torch.randn(3, 7, 100, generator=seed, device=runtime.DEVICE)
 few_rstd = (few.var(-1, correction=0) + 1e-5).rsqrt()
 few_off = 0
-for add_up in (with_lock, without_lock):
+for add_up in (with_atomics, with_lock, without_lock):
     found = add_up(few, few_w[0], few.mean(-1), few_rstd, few_dy, 3)
     expected = reference.layer_norm_backward(few, few_dy, 1, few_w[0])
     for mine, true in zip(found, expected, strict=True):
         torch.testing.assert_close(mine.double(), true, rtol=1e-5, atol=1e-5)
         few_off = max(few_off, ((mine - true).abs().max() / true.abs().max()).item())
 lab.read(
-    "Both ways, run now with three programs for seven rows, give the gradients of float64, to "
+    "All three ways, with three programs for seven rows, give the gradients of float64 to "
     f"within {few_off:.0e} of the largest element."
 )
-
-# %%
-# The operator's kernel also takes several short rows at once, and numbers of 16 bits. And it loads
-# *ahead*: its next rows are copied into :term:`shared memory`, the fast storage of the SM, while it
-# works on a row.
-
-# Folded: The operator's kernels whole
-lab.listing(
-    {
-        "The kernel for whole rows": row_bwd_kernel,
-        "How it hands over its sums: without a lock, locks_ptr is None": hand_over,
-        "How its second kernel adds some columns of the buffers": sum_of_buffers,
-        "The means from both sums of a row, which two_sums computes in one reduction": means_of,
-    }
-)
-
-# %%
-# .. dropdown:: What ``means_of`` does besides
-#
-#    A row that is shorter than its block is padded with zeros. If all numbers of the row are equal
-#    and huge, the distance of such a zero from their mean, times ``rstd``, overflows to infinity.
-#    Its product with a ``dy`` of 0 is NaN, and so is the sum of the row. Only rows of equal numbers
-#    can do this, and their ``c1`` is 0, so ``means_of`` puts a 0 where ``c1`` is NaN. A NaN in the
-#    input still reaches ``dx``, through ``xhat`` or ``c2``.
-#
-# .. dropdown:: How autograd calls the kernels
-#
-#    Autograd sees a single function, which computes only the gradients that are requested. If
-#    gradients of gradients are wanted, which is rare, PyTorch's own operations compute them. The
-#    kernels are registered as an operator with PyTorch's dispatcher, so ``torch.compile`` treats
-#    them as one node of its graph and does not trace into them.
-
-# Folded: The function gradient
-lab.source(gradient)
 
 # %%
 # What each way costs
 # -------------------
 #
-# Is it the lock that costs time, or that each program sums so few rows? The figure varies both in
-# the operator's kernel. *Per tile*, there is a program for every tile, which is two rows of 1,024
-# columns or one longer row. *Per program*, each program takes many rows before it hands over its
-# sums. Triton's own tutorial takes its lock for every row.
+# How fast is each way, and how does it depend on the number of programs? The figure times the three
+# kernels above on 32,768 rows of 1,024 columns, in float32. With 128 programs each sums 256 rows,
+# with 16,384 two. The dashed line is a copy of ``dy``, and 100 % its bytes per second.
 #
-# With a lock, the operator has up to 64 buffers, each with a lock of its own, and its second kernel
-# adds these. So fewer programs wait for one lock than in ``lock_kernel``, which is not timed here.
+# .. dropdown:: The second kernel in this figure
+#
+#    ``add_kernel`` loads one buffer at a time, so each load waits for the one before. With hundreds
+#    of buffers that takes longer than all the rest, so here the operator's second kernel adds the
+#    buffers. It loads 128 of them at a time.
+
+
+# Measuring
+def with_partial_sums(x, w, mean, rstd, dy, n_programs):
+    n_rows, n_cols = x.shape
+    dx, sums = torch.empty_like(x), x.new_empty(n_programs, 2 * n_cols)
+    block = triton.next_power_of_2(n_cols)
+    partial_kernel[(n_programs,)](x, w, mean, rstd, dy, dx, sums, n_rows, n_cols, block)
+    total, _ = _add_buffers((sums, None), (torch.float32, None))
+    return dx, *total.view(2, n_cols)
+
+
+def ways_providers(programs, rows, columns, dtype):
+    x, dy = torch.randn(2, rows, columns, device=runtime.DEVICE, dtype=dtype)
+    w, dx = x[0].clone(), torch.empty_like(x)
+    _, mean, rstd = _forward(x, w, None, 1e-5)
+    arguments = (x, w, mean, rstd, dy, programs)
+    return {
+        "copy": lambda: dx.copy_(dy),
+        "one lock": lambda: with_lock(*arguments),
+        "atomic add": lambda: with_atomics(*arguments),
+        "partial sums": lambda: with_partial_sums(*arguments),
+    }
+
+
+# %%
+
+FORWARD, BACKWARD = "2 * rows * columns * itemsize", "3 * rows * columns * itemsize"
+PROGRAMS = [128, 256, 512, 1024, 2048, 4096, 16384]
+SUMMED = {"rows": 32768, "columns": 1024, "dtype": torch.float32}
+ways = lab.bench(
+    "ways",
+    [{"programs": n} | SUMMED for n in PROGRAMS],
+    ways_providers,
+    limit="copy",
+    work=BACKWARD,
+    limit_work=FORWARD,
+)
+for sweep in (ways, *ways.elsewhere):  # what the operator does has the book's colour
+    sweep.frame["provider"] = sweep.frame["provider"].replace(
+        {"partial sums": "Kernel Book"}
+    )
+lab.plot(
+    ways,
+    "Three ways to hand over, float32, 1,024 columns",
+    share=True,
+    names={"Kernel Book": "partial sums"},
+)
+
+# %%
+
+# Reading
+nan = float("nan")
+of_ways = {
+    (name, n): 100 * ways.share(name, programs=n)
+    for name in ("one lock", "atomic add", "Kernel Book")
+    for n in PROGRAMS
+}
+best = max(PROGRAMS, key=lambda n: of_ways["Kernel Book", n])
+fewest, most = PROGRAMS[0], PROGRAMS[-1]
+queue = [ways.milliseconds_at("one lock", programs=n) for n in (1024, most)]
+turn = 1e6 * (queue[1] - queue[0]) / (most - 1024)
+atomics = of_ways["atomic add", best] - of_ways["Kernel Book", best]
+lab.read(
+    f"Partial sums are fastest with {best:,} programs of {32768 // best} rows each, at "
+    f"{of_ways['Kernel Book', best]:.0f} % of a copy. "
+    + (
+        f"With {most:,} programs they reach {of_ways['Kernel Book', most]:.0f} %, because the "
+        "sums are then much of the traffic. "
+        if of_ways["Kernel Book", most] < 0.9 * of_ways["Kernel Book", best]
+        else ""
+    )
+    + (
+        f"With {fewest} they reach {of_ways['Kernel Book', fewest]:.0f} %, because so few "
+        "programs have too few loads on the way to keep the memory busy. "
+        if of_ways["Kernel Book", fewest] < 0.9 * of_ways["Kernel Book", best]
+        else ""
+    )
+    + f"At {best:,} programs an atomic add reaches {of_ways['atomic add', best]:.0f} %"
+    + (
+        ", so speed is no reason against it. "
+        if atomics > -2
+        else f", {-atomics:.0f} points less. "
+    )
+    + f"One lock reaches {of_ways['one lock', best]:.0f} %"
+    + (
+        ", because the programs queue for it: from 1,024 programs to "
+        f"{most:,}, each further program makes the run {turn:,.0f} nanoseconds longer."
+        if turn > 0 and of_ways["one lock", best] < of_ways["Kernel Book", best]
+        else "."
+    )
+)
+
+# %%
+# What if there are more locks? The operator's kernel, which also takes 16-bit numbers, can spread
+# its programs over 64 buffers with a lock each. So is it the lock that costs, or that each program
+# sums few rows? The next figure varies both. *Per tile*, there is a program for every two rows of
+# 1,024 columns, or for one longer row. *Per program*, each takes many rows before it hands over.
+# Triton's own tutorial takes its lock for every row.
 
 
 # Measuring
@@ -466,7 +614,6 @@ def points(dtype, columns):
 
 # %%
 
-FORWARD, BACKWARD = "2 * rows * columns * itemsize", "3 * rows * columns * itemsize"
 race = lab.bench(
     "race",
     points(torch.bfloat16, [1024, 4096, 8192]),
@@ -506,7 +653,6 @@ lab.ladder(
 # %%
 
 # Reading
-nan = float("nan")
 race_share = {
     (name, n): 100 * race.share(name, columns=n)
     for name in (
@@ -529,59 +675,26 @@ ahead_by = [
     race_share["Kernel Book", n] - race_share["lock per program", n] for n in WIDTHS
 ]
 lab.read(
-    "The lock is not what costs most. Per tile, partial sums are slow as well"
-    + (
-        ", and in rows of 8,192 columns slower than the lock, because their sums alone are 16 "
-        "bytes an element, written and read, beside 6 of `x`, `dy` and `dx`"
-        if race_share["partial sums per tile", 8192] < race_share["lock per tile", 8192]
-        else ""
-    )
-    + f". How many rows a program sums counts more: on {gpu} at 1,024 columns, many rows make the "
-    f"lock {of_lock:.0f} times as fast, and partial sums {of_sums_alone:.0f} times. Partial sums "
-    f"are then {ahead_by[0]:.0f} points ahead of the lock, and in rows of 8,192 "
-    f"less than {max(ahead_by[1], 0) // 1 + 1:.0f}."
+    f"How many rows a program sums counts most: on {gpu} at 1,024 columns, many rows make the "
+    f"locks {of_lock:.0f} times as fast, and partial sums {of_sums_alone:.0f} times. Partial sums "
+    f"are then {ahead_by[0]:.0f} points ahead of the locks, and in rows of 8,192 columns "
+    f"{max(ahead_by[1], 0):.0f}. PyTorch's operations reach "
+    f"{100 * race.share('simple_backward', columns=1024):.0f} %, of at most the 12 that their "
+    "bytes allow."
 )
 
 # %%
 
-# Reading
-allowed = 100 * 3 / 25  # N read and written: three at least, and 25 by the operations
-in_torch = (
-    nan
-    if race.at(provider="simple_backward").empty
-    else 100 * race.share("simple_backward", columns=1024)
+# Folded: More: where locks are faster than partial sums
+tiles, mib = 16384, 2 * 8192 * 4 / 2**20  # tiles of one row, and the MiB of a buffer
+locks_ahead = (
+    race_share["partial sums per tile", 8192] < race_share["lock per tile", 8192]
 )
 lab.read(
-    f"By their bytes, PyTorch's operations could reach {allowed:.0f} %, but they reach "
-    f"{in_torch:.0f} %; we have not timed them one by one."
-    + (
-        " Even a lock per tile is faster."
-        if race_share["lock per tile", 1024] > in_torch
-        else ""
-    )
-) if in_torch == in_torch else None
-
-# %%
-
-# Folded: More: how much of a lock's time is waiting
-lock_times = [
-    [
-        race.milliseconds_at(name, columns=columns)
-        for name in ("lock per tile", "partial sums per tile")
-    ]
-    for columns in (1024, 8192)
-]
-(narrow_lock, narrow_stored), (wide_lock, wide_stored) = lock_times
-lab.read(
-    "How much of a lock's time is waiting, we do not know. "
-    + (
-        "Partial sums per tile wait for nobody, and take "
-        f"{100 * (1 - narrow_stored / narrow_lock):.0f} % less time than a lock per tile at 1,024 "
-        "columns. But at 8,192 columns they are slower, so they also pay for something that the "
-        "lock does not."
-        if wide_stored > 1.01 * wide_lock
-        else "Partial sums per tile wait for nobody, but they also store more."
-    )
+    "Per tile, in rows of 8,192 columns, locks are "
+    + ("faster" if locks_ahead else "not faster")
+    + f" than partial sums. There partial sums fill {tiles:,} buffers, {tiles * mib / 2**10:.0f} "
+    f"GiB, while the 64 buffers under locks are {64 * mib:.0f} MiB and can stay in the L2 cache."
 )
 
 # %%
@@ -599,6 +712,13 @@ def runs_differ():
     x = torch.randn(8192, 2048, device=runtime.DEVICE, dtype=torch.bfloat16)
     w, dy = x[0].clone(), torch.randn_like(x)
     rows = []
+    mean, rstd = x.float().mean(1), (x.float().var(1, correction=0) + 1e-5).rsqrt()
+    wide = (x.float(), w.float(), mean, rstd, dy.float(), 512)
+    runs = [with_atomics(*wide)[1] for _ in range(100)]
+    different = sum(not torch.equal(dw, runs[0]) for dw in runs)
+    largest = max((dw - runs[0]).abs().max().item() for dw in runs)
+    rows.append({"version": "atomic add", "runs unlike the first": different})
+    rows[-1]["largest difference"] = f"{largest:.1e}"
     for name, way in {
         "lock per tile": ("lock", 8192),
         "lock per program": ("lock", None),
@@ -616,12 +736,20 @@ def runs_differ():
 differ = lab.measure("dw in a hundred runs on one input, 8,192 × 2,048", runs_differ)
 
 unlike = {row["version"]: row["runs unlike the first"] for row in differ.rows}
+
+
+def runs_said(name):
+    count = unlike.get(name, nan)
+    return {0: "none", 99: "all 99"}.get(count, f"{count:.0f} of 99")
+
+
+together = ["lock per program"] + ["atomic add"] * ("atomic add" in unlike)
+said = {"lock per program": "under locks", "atomic add": "with atomic adds"}
 lab.read(
-    "Partial sums are also the same in every run, because they are added in one order. Under a "
-    "lock, programs add in the order in which they get it. Of a hundred runs on one input, "
-    f"{unlike.get('lock per program', nan):.0f} with a lock per program differ from the first in "
-    f"the last bits of `dw`, and {unlike.get('partial sums', nan) or 'none'} with partial sums. So "
-    "`layer_norm` uses them."
+    "Partial sums are also the same in every run, because they are added in one order. Of a "
+    "hundred runs on one input, later runs differ from the first in the last bits of `dw`: "
+    + " and ".join(f"{runs_said(name)} {said[name]}" for name in together)
+    + f", and {runs_said('partial sums')} with partial sums. So `layer_norm` uses them."
 )
 
 # %%
@@ -655,14 +783,20 @@ def buffer_sizes():
 
 sizes = lab.measure("The size of the partial sums, bfloat16", buffer_sizes)
 of_sums = {row["columns"]: row for row in sizes.rows}
+rows_of = {n: min(32768, 2**27 // n) for n in of_sums}
 share_of_sums = [  # two float32, written and read: 16 bytes; x, dy, dx: 6
-    100 * 16 * row["rows of sums"] / (6 * min(32768, 2**27 // row["columns"]))
-    for row in sizes.rows
+    100 * 16 * row["rows of sums"] / (6 * rows_of[row["columns"]]) for row in sizes.rows
 ] or [nan]
+narrow = of_sums.get(1024, {"rows of sums": nan})["rows of sums"]
 lab.read(
-    "Their price is small: writing the buffers and reading them again adds at most "
-    f"{max(share_of_sums):.1f} % to the bytes of `x`, `dy` and `dx` in bfloat16, with the rows of "
-    f"the figures and up to {max(of_sums, default=0):,} columns, and more with fewer rows."
+    f"At 1,024 columns the operator launches {narrow:.0f} programs for 32,768 rows, about "
+    f"{32768 / narrow:.0f} rows each. Their buffers are cheap: written and read, they add "
+    f"{share_of_sums[0]:.1f} % to the bytes of `x`, `dy` and `dx` in bfloat16"
+    + (
+        f", and no more than that up to {max(of_sums, default=0):,} columns."
+        if max(share_of_sums) <= share_of_sums[0]
+        else f", and at most {max(share_of_sums):.1f} % up to {max(of_sums, default=0):,} columns."
+    )
 )
 
 # %%
@@ -672,7 +806,8 @@ lab.table(
     [
         {
             "columns": f"{columns:,}",
-            "buffers": row["rows of sums"],
+            "rows": f"{rows_of[columns]:,}",
+            "programs and buffers": row["rows of sums"],
             "MiB": row["MiB"],
             "written and read, % of x, dy, dx": f"{added:.1f}",
             "fit in L2": row["fit in L2"],
@@ -683,66 +818,49 @@ lab.table(
 )
 
 # %%
-# Wide rows
-# ---------
-#
-# This section may be skipped. Above 8,192 columns a row and its sums no longer fit in the registers
-# of an SM, except rows of 16,384 numbers of 16 bits (last fold). So programs share rows: a *group*
-# of them takes a row, each program one part of it, and then the group's next row. ``dw`` and
-# ``db`` need no exchange, because each column belongs to one program. But ``c1`` and ``c2`` are
-# sums over all parts, which the programs tell each other through *slots* of memory, as in
-# :doc:`/chapters/softmax`.
-#
-# To wait less, they collect the slots of a row one iteration after they have filled them. In
-# iteration 1, for example, a program
-#
-# 1. *publishes* in a slot what its part of row 1 adds to ``c1`` and ``c2``;
-# 2. *loads* its part of row 2 ahead;
-# 3. collects the slots of row 0, and *finishes* row 0.
-#
-# .. image:: /figures/layer-norm-ahead.svg
-#    :alt: Four rows over four iterations of the loop. A row is loaded in one iteration, published
-#          in the next and finished in the one after. In iteration 1, row 0 is finished, row 1 is
-#          published and row 2 is loaded.
+# The operator's kernel does more than ``partial_kernel``: it takes several short rows at once and
+# numbers of 16 bits. And it loads *ahead*: its next rows are copied into :term:`shared memory`, the
+# fast storage of the SM, while it works on a row.
 
-# Folded: Steps 1 and 3 in the kernel
-lab.source(split_bwd_kernel, "publish", "finish")
+# Folded: The operator's kernels whole
+lab.listing(
+    {
+        "The kernel for whole rows; UNIT, which divides the length of a row, tells the compiler "
+        "how many numbers a thread may load at once": row_bwd_kernel,
+        "How it hands over its sums: without a lock, locks_ptr is None": hand_over,
+        "How its second kernel adds some columns of the buffers": sum_of_buffers,
+        "The means from both sums of a row; two_sums computes these in one reduction": means_of,
+        "What autograd calls, which computes only the gradients that are requested": gradient,
+    }
+)
 
 # %%
-
-# Folded: The split kernel whole
-lab.source(split_bwd_kernel)
-
-# %%
-# .. dropdown:: More: the names in the code, and at which slots a program looks
+# .. dropdown:: More: a NaN that ``means_of`` removes, and what autograd sees
 #
-#    ``terms`` gives ``xhat`` and ``wdy``, and ``two_sums`` both sums in one reduction. ``to_slot``
-#    makes 64 bits of them, and ``publish`` stores these at once, so that nobody reads one number
-#    without the other. ``collect`` takes the slots of all parts apart again, and ``means_of``
-#    divides by the length of a row. ``before`` is the row before.
+#    A row that is shorter than its block is padded with zeros. If all numbers of the row are equal
+#    and huge, the distance of such a zero from their mean, times ``rstd``, overflows to infinity.
+#    Its product with a ``dy`` of 0 is NaN, and so is the sum of the row. Only rows of equal numbers
+#    can do this, and their ``c1`` is 0, so ``means_of`` puts a 0 where ``c1`` is NaN. A NaN in the
+#    input still reaches ``dx``, through ``xhat`` or ``c2``.
 #
-#    ``parts`` are 0 to 31, one for each thread of a :term:`warp`, so that in a row of 16 parts each
-#    slot is read twice (``% N_PARTS``), and counted once. With more parts than a warp has threads,
-#    ``LOOKS`` is at least the number of parts and at least ``THREADS``, so that each thread has
-#    slots of its own. If a slot stays empty for ``max_polls`` looks, the program computes all parts
-#    itself, and all its ``THREADS`` have to agree on that.
-#
-#    One width has a kernel of its own: a row of 16,384 numbers of 16 bits fits in one program
-#    beside its sums, if it stays *packed* in pairs, as in the forward pass.
+#    The kernels are registered as one operator with PyTorch's dispatcher, so ``torch.compile``
+#    treats them as one node of its graph. If gradients of gradients are wanted, which is rare,
+#    PyTorch's own operations compute them.
 
 # %%
 # Is it right?
 # ------------
 #
-# All gradients are compared with float64. Their error may be at most twice PyTorch's own, or one
-# unit in the last place (:term:`ulp`); in float32 two to four times as much.
+# Fast is worth nothing if it is wrong, so all gradients are compared with float64. Their error may
+# be at most twice PyTorch's own, or one unit in the last place (:term:`ulp`); in float32 it may be
+# four times PyTorch's for ``dx``, and eight times for ``dw`` and ``db``.
 #
 # .. dropdown:: Why more in float32, and what the second check is
 #
-#    For ``dx`` twice as much, because the hardware's reciprocal square root may be wrong by two
-#    units in the last place. For ``dw`` and ``db`` four times, because the error of a sum over many
-#    rows depends on its order. The lock is not part of the public function, so its check calls the
-#    layer below; it allows ``dx`` as much as ``dw`` and ``db``.
+#    For ``dx``, because the hardware's reciprocal square root may be wrong by two units in the last
+#    place. For ``dw`` and ``db``, because the error of a sum over many rows depends on its order.
+#    The lock is not part of the public function, so its check calls the layer below; it allows
+#    ``dx`` as much as ``dw`` and ``db``.
 
 
 # Measuring
@@ -805,13 +923,15 @@ lab.check("Both reductions", lock_cases())
 # How fast is it?
 # ---------------
 #
-# The yardstick is again a copy, though not a limit, because the backward pass reads twice as much
-# as it writes.
+# Now the libraries. The yardstick is again a copy, which moves :math:`2 N` where the backward pass
+# moves :math:`3 N`: what counts is bytes per second. There are 32,768 rows up to 4,096 columns, and
+# :math:`2^{27}` numbers in longer rows.
 #
 # .. dropdown:: How the libraries are called
 #
-#    Through autograd, except quack, whose backward kernels are called directly, with a float32
-#    weight.
+#    Through autograd, as is ours, except quack, whose backward kernels are called directly, with a
+#    float32 weight. The bars above call our kernels directly, so the numbers of this figure can
+#    differ from theirs by a few points.
 
 
 # Measuring
@@ -901,11 +1021,59 @@ lab.table(
 # %%
 
 # Reading
-wide = [row for row in losses if row["dtype"] == "float32" and row["columns"] > 8192]
+drop = [
+    100 * backward.share("Kernel Book", dtype="bfloat16", columns=n)
+    for n in (8192, 32768)
+]
 lab.read(
-    f"Why {' and '.join(dict.fromkeys(row['library'] for row in wide))} is faster with such wide "
-    "rows of float32, we have not measured."
-) if wide else None
+    f"From 8,192 columns to 32,768 our kernel falls from {drop[0]:.0f} to {drop[1]:.0f} % in "
+    "bfloat16. What happens in between?"
+) if drop[1] < drop[0] - 5 else None
+
+# %%
+# Wide rows
+# ---------
+#
+# Above 8,192 columns a row and its sums no longer fit in the registers of an SM. Rows of 16,384
+# numbers of 16 bits still do if they stay *packed* in pairs, as in the forward pass. In all other
+# wide rows programs share: a *group* of them takes a row, each program one part of it, and then the
+# group's next row. Each column still belongs to one program, so ``dw`` and ``db`` need no exchange.
+# But ``c1`` and ``c2`` are sums over all parts, which the programs tell each other through *slots*
+# of memory, as in :doc:`/chapters/softmax`. So here they do wait for each other, though not to add.
+#
+# To wait less, they *finish* a row one iteration after they have *published* its sums in a slot,
+# and *load* the next row in between:
+#
+# .. image:: /figures/layer-norm-ahead.svg
+#    :alt: Four rows over four iterations of the loop. A row is loaded in one iteration, published
+#          in the next and finished in the one after. In iteration 1, row 0 is finished, row 1 is
+#          published and row 2 is loaded.
+
+# Folded: Steps 1 and 3 in the kernel
+lab.source(split_bwd_kernel, "publish", "finish")
+
+# %%
+
+# Folded: The split kernel whole
+lab.source(split_bwd_kernel)
+
+# %%
+# .. dropdown:: More: the names in the code, and at which slots a program looks
+#
+#    ``terms`` gives ``xhat`` and ``wdy``, and ``two_sums`` both sums in one reduction. ``to_slot``
+#    makes 64 bits of them, and ``publish`` stores these at once, so that nobody reads one number
+#    without the other. ``collect`` takes the slots of all parts apart again, and ``means_of``
+#    divides by the length of a row. ``before`` is the row before.
+#
+#    ``parts`` are 0 to 31, one for each thread of a :term:`warp`, so that in a row of 16 parts each
+#    slot is read twice (``% N_PARTS``), and counted once. With more parts than a warp has threads,
+#    ``LOOKS`` is at least the number of parts and at least ``THREADS``, so that each thread has
+#    slots of its own. If a slot stays empty for ``max_polls`` looks, the program computes all parts
+#    itself, and all its ``THREADS`` have to agree on that.
+#
+# Do wide rows lose their time by waiting? The table changes one thing at a time, in bfloat16. Its
+# last line runs the same kernel on rows of 2,048 columns: each part is then a row of its own, and
+# nobody waits.
 
 # %%
 
@@ -942,55 +1110,6 @@ def loads_ahead():
 # %%
 
 # Measuring
-ahead = lab.measure("What an SM has requested ahead, bfloat16", loads_ahead)
-
-# %%
-
-
-# Folded: More: what wide rows lack
-def ahead_said():
-    speeds = [row["% of a copy"] for row in ahead.rows] or [nan] * 7
-    three, none, packed, one, two, four, alone = speeds
-    asked = (
-        "While a program computes, memory is busy only with bytes requested ahead, for later rows, "
-        "or by other programs. Whole rows have the next ones on the way. A packed row takes all "
-        "registers of an SM, so nothing is loaded while its program computes. Shared rows have one "
-        "part per program on the way, and "
-        "registers leave room for few programs. The table in the next fold changes these bytes. "
-    )
-    if three - none >= 10 and packed < three:
-        said = (
-            f"Without its loads ahead, the kernel for whole rows falls from {three:.0f} to "
-            f"{none:.0f} %. "
-        )
-    else:
-        said = f"Loads ahead are not why packed rows reach only {packed:.0f} %. "
-    said += (
-        "Shared rows get faster with every program, but four use up the registers. "
-        if four > 1.15 * two
-        else "More programs do not make shared rows faster. "
-    )
-    if min(none, packed) > four:
-        said += (
-            "Even four are slower than a program of whole or packed rows that has nothing ahead, "
-            "so bytes ahead are not all that shared rows lack. "
-        )
-    said += (
-        "Do they lose time by waiting for each other? In the last line each program does the same "
-        "work as in the line above, but its part is a row of its own, so none waits, "
-    )
-    return f"{asked}{said}" + (
-        f"and they reach {alone:.0f} %, {alone - four:.0f} points more."
-        if alone - four >= 5
-        else "and it is no faster. What else they lack, we do not know."
-    )
-
-
-lab.read(ahead_said())
-
-# %%
-
-# Folded: What an SM has requested ahead, as a table
 CHANGES = [
     ("whole, 8,192 columns", "as it is"),
     ("whole, 8,192 columns", "no loads ahead"),
@@ -1000,15 +1119,55 @@ CHANGES = [
     ("shared, 32,768 columns", "as it is, four per SM"),
     ("parts as rows, 2,048 columns", "as it is, four per SM"),
 ]
+ahead = lab.measure("What an SM has requested ahead, bfloat16", loads_ahead)
+
+# %%
+
 kept = ("KiB ahead", "% of a copy")
 lab.table(
     [
         {"rows": rows, "kernel": changed} | {name: row[name] for name in kept}
         for (rows, changed), row in zip(CHANGES, ahead.rows, strict=True)
     ],
-    "KiB of x and dy, bfloat16, requested ahead on an SM, and the speed without the kernel that "
-    f"adds partial sums, on {gpu}",
+    "KiB of x and dy that an SM has requested ahead, and the speed, without the kernel that adds "
+    f"partial sums, on {gpu}",
 ) if ahead.rows else ahead
+
+# %%
+
+
+# Reading
+def ahead_said():
+    speeds = [row["% of a copy"] for row in ahead.rows] or [nan] * 7
+    three, none, packed, one, two, four, alone = speeds
+    said = (
+        f"Waiting costs {alone - four:.0f} points: parts that are rows of their own reach "
+        f"{alone:.0f} %. "
+        if alone - four >= 5
+        else f"No: parts that are rows of their own reach {alone:.0f} %, no more than the "
+        f"{four:.0f} % of shared rows. "
+    )
+    if three - none >= 10:
+        said += (
+            "It matters more how many bytes are on their way while a program computes. Without its "
+            f"loads ahead, the kernel for whole rows falls from {three:.0f} to {none:.0f} %. "
+        )
+        if packed < three:
+            said += "A packed row takes all registers of an SM, so it has nothing ahead either. "
+    if four > 1.15 * two > 1.15 * one:
+        said += (
+            f"Shared rows rise from {one:.0f} to {four:.0f} % with the programs on an SM, and four "
+            "use up its registers. "
+        )
+    if min(none, packed) > four:
+        said += (
+            "That is still less than whole rows reach with nothing ahead, so bytes on their way "
+            "are not all that shared rows lack."
+        )
+    return said
+
+
+lab.read(ahead_said())
 
 # %%
 
@@ -1038,9 +1197,10 @@ lab.facts(
 # What breaks it
 # --------------
 #
-# **The lock orders nothing.** This kernel adds rows to one buffer, as ``lock_kernel`` does, without
-# barriers, or without ``acquire`` and ``release`` (``relaxed`` orders nothing), or without both.
-# The rows hold small integers, so any difference means a lost addition.
+# **The lock orders nothing.** Are all four protections of ``lock_kernel`` needed? This kernel adds
+# rows to one buffer, as that one does, but without barriers, or without ``acquire`` or ``release``
+# (``relaxed`` orders nothing). The rows hold small integers, so any difference means a lost
+# addition.
 
 
 @triton.jit
@@ -1067,8 +1227,11 @@ def locked_sum_kernel(
 
 # %%
 
+# Measuring
 LOCKS = {  # of each: whether there are barriers, and what the swap and the exchange order
     "both": (True, "acquire", "release"),
+    "all but acquire": (True, "relaxed", "release"),
+    "all but release": (True, "acquire", "relaxed"),
     "barriers alone": (True, "relaxed", "relaxed"),
     "acquire and release alone": (False, "acquire", "release"),
     "neither": (False, "relaxed", "relaxed"),
@@ -1148,31 +1311,55 @@ wrong = {row["protected by"]: row["wrong runs of 100"] for row in lost.rows}
 wrong = {name: wrong.get(name, nan) for name in LOCKS}
 listed = {row["protected by"]: row["PTX"].split(", ") for row in ptx.rows}
 barriers_left = listed.get("acquire and release alone", []).count("bar.sync")
-why = "A protection that is missing without an error here is not superfluous."
+alone = {name: wrong[f"all but {name}"] for name in ("acquire", "release")}
+each = ""
+if not any(
+    one != one for one in alone.values()
+):  # a record may be older than these two
+    missed = [name for name, one in alone.items() if one]
+    counts = " and ".join(f"without `{name}` {one}" for name, one in alone.items())
+    each = f"Of a hundred runs, {counts} are wrong. " + (
+        "So each of them is needed. "
+        if len(missed) == 2
+        else "That no run missed the other does not make it superfluous. "
+        if missed
+        else "Missing alone, neither did harm here, which does not make it superfluous. "
+    )
+why = "Without the barriers no run is wrong, which does not make them superfluous."
 if wrong["acquire and release alone"]:
-    why = "So the lock needs both of them."
-elif wrong["barriers alone"]:
-    why = "Without the barriers no run is wrong, but that does not show that a lock can do without"
-    why += (
-        ": the compiler puts the first one back. The second is gone from the code, and these runs "
-        "do not show its absence."
-        if barriers_left == 1
-        else "."
+    why = (
+        f"Without the barriers {wrong['acquire and release alone']} runs are wrong: the order of "
+        "one thread does not bind the others."
+    )
+elif barriers_left == 1:
+    why = (
+        "Without the barriers no run is wrong, because the compiler puts the first one back, as "
+        "the PTX below shows. The second is really missing, and these runs happened not to need it."
     )
 lab.read(
-    "Without `acquire` and `release` "
+    f"{each}Without both "
     + (
-        "every run is wrong, with barriers and without"
+        "every run is wrong, even with barriers"
         if wrong["barriers alone"] == wrong["neither"] == 100
         else "runs are wrong even with barriers"
     )
-    + ", because barriers order the threads of one program and not what another program sees. "
-    f"Which of the two is missed, we did not separate. {why}"
+    + f", because barriers order the threads of one program and not what another sees. {why}"
 )
 
 # %%
 
-# Folded: From taking the lock to giving it back, in PTX, NVIDIA's assembly language
+# Measuring
+lab.table(
+    [
+        {"barriers": said, "from the swap to the exchange": ", ".join(listed[name])}
+        for name, said in (("both", "yes"), ("acquire and release alone", "no"))
+    ],
+    "The lock in PTX, NVIDIA's assembly language, with and without the barriers of the kernel",
+) if listed else ptx
+
+# %%
+
+# Folded: The PTX of every version
 ptx
 
 # %%
@@ -1196,37 +1383,13 @@ lab.read(
 )
 
 # %%
-# **Epsilon is dropped.** The error grows where the variance is small beside epsilon.
-
-ways_of_rstd = {
-    "epsilon kept": lambda variance: (variance + 1e-5).rsqrt(),
-    "dropped": lambda variance: variance.rsqrt(),
-}
-
-# %%
-
-# Measuring
-rows = []
-for deviation in (1.0, 0.01, 0.001):
-    x = deviation * torch.randn(N, dtype=torch.float64)
-    true = F.layer_norm(x.requires_grad_(), (N,), w, None, 1e-5)
-    (true,) = torch.autograd.grad(true, x, dy)
-    x = x.detach()
-    row = {"deviation of x": f"{deviation:g}"}
-    for name, rstd_from in ways_of_rstd.items():
-        r = rstd_from(x.var(correction=0))
-        dx = simple_backward(x[None], w, x.mean(), r, dy[None])[0][0]
-        row[name] = f"{((dx - true).abs().max() / true.abs().max()).item():.1e}"
-    rows.append(row)
-lab.table(rows, "Relative error of dx, with epsilon = 1e-5")
-
-# %%
 # In short
 # --------
 #
-# A gradient that sums over rows needs no lock. What makes it fast is few programs with many rows
-# each. Their partial sums, which a second kernel adds, give the same bits in every run on one GPU.
-# They are clearly faster than a lock in rows of 1,024 columns, and hardly in rows of 8,192.
+# A gradient that sums over rows needs no lock. What makes it fast is that each program sums many
+# rows in registers before it hands over anything. Then its partial sums add few bytes, no program
+# waits to add, and a second kernel, which adds them in one order, gives the same bits in every run
+# on one GPU.
 #
 # Exercises
 # ---------
@@ -1280,8 +1443,8 @@ lab.check("RMS norm", [lab.Case("(6, 300)", "dx", dx, theirs, truth, factor=4)])
 # Solution: two invariants
 #
 # Because xhat sums to 0, xhat' J = r (1 - xhat' xhat / N) xhat'. The bracket is what epsilon takes
-# from the variance of xhat: with v = d' d / N it is 1 - v r^2 = epsilon r^2. So the product of xhat
-# and dx is epsilon r^3 times the product of xhat and wdy, and 0 without epsilon.
+# from the variance of xhat: with v, the variance of x, it is 1 - v r^2 = epsilon r^2. So the
+# product of xhat and dx is epsilon r^3 times the product of xhat and wdy, and 0 without epsilon.
 
 x, w, dy = torch.randn(3, 300, dtype=torch.float64)
 eps = 0.1

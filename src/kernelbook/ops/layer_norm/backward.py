@@ -28,6 +28,7 @@ from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.exchange import collect, publish, to_slot, wait
 from kernelbook.ops.rows.packed import come_in_pairs, narrow, widen
 from kernelbook.ops.rows.sums import two_sums
+from kernelbook.ops.rows.units import in_units, unit_of
 
 
 @triton.jit
@@ -70,8 +71,11 @@ def row_bwd_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,  # a power of two, at least n_cols
     NUM_STAGES: tl.constexpr,  # iterations of the loop whose loads are in flight
+    UNIT: tl.constexpr = 1,  # what divides n_cols and both strides
 ):
     # -- begin: partial sums that stay in registers for all my rows
+    n_cols = in_units(n_cols, UNIT)
+    stride_x, stride_dy = in_units(stride_x, UNIT), in_units(stride_dy, UNIT)
     cols = tl.arange(0, BLOCK_COLS)[None, :]
     w = load_weight(w_ptr, cols, cols < n_cols)
     w = tl.where(n_cols > 1, w, 0.0)  # y does not depend on the one element of a row: dx is 0
@@ -220,7 +224,10 @@ def split_bwd_kernel(
     LOOKS: tl.constexpr,  # at the slots of a row: exchange.looks
     THREADS: tl.constexpr,  # of a program
     BLOCK_COLS: tl.constexpr,  # a power of two; N_PARTS blocks cover a row
+    UNIT: tl.constexpr = 1,  # what divides n_cols and both strides
 ):
+    n_cols = in_units(n_cols, UNIT)
+    stride_x, stride_dy = in_units(stride_x, UNIT), in_units(stride_dy, UNIT)
     group, part = tl.program_id(0) // N_PARTS, tl.program_id(0) % N_PARTS
     parts, of_part = tl.arange(0, LOOKS), tl.arange(0, BLOCK_COLS)
     cols = part * BLOCK_COLS + of_part
@@ -411,7 +418,8 @@ def _row_launch(n_rows, n_cols, strides, itemsizes, device, reduction, n_program
     stages = tuned.BWD_STAGES if waiting <= runtime.shared_memory(device) else 1
     return programs, Launch(
         row_bwd_kernel, (programs,), *strides, n_rows, n_cols,
-        buffers_of(reduction, programs), rows, block, stages, num_warps=num_warps,
+        buffers_of(reduction, programs), rows, block, stages, unit_of(n_cols, *strides),
+        num_warps=num_warps,
     )  # fmt: skip
 
 
@@ -443,7 +451,8 @@ def _split_backward(x, weight, mean, rstd, dy, dx, wanted, reduction):
     split_bwd_kernel[(groups * parts,)](
         x, weight, mean, rstd, dy, dx, *sums, locks, slots, x.stride(0), dy.stride(0), n_rows,
         n_cols, n_buffers, exchange.MAX_POLLS, parts,
-        *exchange.looks(parts, num_warps, x.device), block, num_warps=num_warps,
+        *exchange.looks(parts, num_warps, x.device), block,
+        unit_of(n_cols, x.stride(0), dy.stride(0)), num_warps=num_warps,
     )  # fmt: skip
     return sums
 

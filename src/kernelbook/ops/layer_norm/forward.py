@@ -30,6 +30,7 @@ from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.exchange import collect, publish, to_slot, wait
 from kernelbook.ops.rows.packed import come_in_pairs, narrow, widen
 from kernelbook.ops.rows.sums import INTERPRETED, two_sums
+from kernelbook.ops.rows.units import in_units, unit_of
 
 PIECES = tl.constexpr(4)
 
@@ -161,8 +162,10 @@ def row_fwd_kernel(
     eps,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,  # a power of two, at least n_cols
+    UNIT: tl.constexpr = 1,  # what divides n_cols and stride_row
 ):
     # -- load: some whole rows
+    n_cols, stride_row = in_units(n_cols, UNIT), in_units(stride_row, UNIT)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, BLOCK_COLS)[None, :]
     inside = (rows < n_rows) & (cols < n_cols)
@@ -262,8 +265,10 @@ def packed_row_fwd_kernel(
     zero,  # 0, which the compiler must not know
     PAIRS: tl.constexpr,  # pairs of numbers in a piece; the pieces cover the row
     FULL: tl.constexpr,  # whether they do exactly: masks would cost registers
+    UNIT: tl.constexpr = 1,  # what divides n_cols and stride_row
 ):
     # -- load: a row in four pieces, two numbers in each register
+    n_cols, stride_row = in_units(n_cols, UNIT), in_units(stride_row, UNIT)
     row = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     x_ptrs = (x_ptr + row * stride_row).to(tl.pointer_type(tl.int32))
@@ -348,8 +353,10 @@ def split_fwd_kernel(
     LOOKS: tl.constexpr,  # at the slots of each row: exchange.looks
     THREADS: tl.constexpr,  # of a program
     BLOCK_COLS: tl.constexpr,  # a power of two; N_PARTS blocks cover a row
+    UNIT: tl.constexpr = 1,  # what divides n_cols and stride_row
 ):
     # -- publish: the moments of my part, which stays in registers
+    n_cols, stride_row = in_units(n_cols, UNIT), in_units(stride_row, UNIT)
     group, part = tl.program_id(0) // N_PARTS, tl.program_id(0) % N_PARTS
     rows = group.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     there = rows < n_rows
@@ -492,7 +499,7 @@ def _forward(
         num_warps, registers = tuned.PACKED[max(block, min(tuned.PACKED))]
         packed_row_fwd_kernel[(n_rows,)](
             *tensors, stride, n_cols, eps, 0, block // (2 * PIECES.value), block == n_cols,
-            num_warps=num_warps, **runtime.register_limit(registers),
+            unit_of(n_cols, stride), num_warps=num_warps, **runtime.register_limit(registers),
         )  # fmt: skip
     elif n_cols * x.itemsize > tuned.TILE_BYTES:
         part = tuned.forward_part(n_cols, x.itemsize)
@@ -502,8 +509,8 @@ def _forward(
         num_warps = max(1, part.rows * block // 2048)
         split_fwd_kernel[(groups * parts,)](
             *tensors, slots, stride, n_rows, n_cols, eps, exchange.MAX_POLLS, part.rows, parts,
-            *exchange.looks(parts, num_warps, x.device, part.rows), block, num_warps=num_warps,
-            **runtime.register_limit(part.registers),
+            *exchange.looks(parts, num_warps, x.device, part.rows), block,
+            unit_of(n_cols, stride), num_warps=num_warps, **runtime.register_limit(part.registers),
         )  # fmt: skip
     else:
         _row_launch(n_rows, n_cols, stride, x.itemsize, eps)(*tensors)
@@ -516,5 +523,5 @@ def _row_launch(n_rows: int, n_cols: int, stride: int, itemsize: int, eps: float
     rows = max(1, tuned.TILE // (block * itemsize))
     return Launch(
         row_fwd_kernel, (runtime.cdiv(n_rows, rows),), stride, n_rows, n_cols, eps, rows, block,
-        num_warps=tuned.row_warps(block, itemsize),
+        unit_of(n_cols, stride), num_warps=tuned.row_warps(block, itemsize),
     )  # fmt: skip

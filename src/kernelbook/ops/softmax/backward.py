@@ -13,6 +13,7 @@ from kernelbook import runtime
 from kernelbook.ops.launch import Launch, planned
 from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.exchange import collect, publish, to_slot, wait
+from kernelbook.ops.rows.units import in_units, unit_of
 from kernelbook.ops.softmax import tuned
 
 
@@ -26,7 +27,9 @@ def row_bwd_kernel(
     n_cols,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
+    UNIT: tl.constexpr = 1,  # what divides n_cols and stride_row
 ):
+    n_cols, stride_row = in_units(n_cols, UNIT), in_units(stride_row, UNIT)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, BLOCK_COLS)[None, :]
     inside = (rows < n_rows) & (cols < n_cols)
@@ -64,8 +67,10 @@ def split_row_bwd_kernel(
     THREADS: tl.constexpr,  # of a program
     BLOCK_COLS: tl.constexpr,  # a power of two; N_PARTS blocks cover a row
     LOOP_COLS: tl.constexpr,  # a block of the row when it is read whole
+    UNIT: tl.constexpr = 1,  # what divides n_cols and stride_row
 ):
     # -- publish: my share of delta, in both numbers of the slot
+    n_cols, stride_row = in_units(n_cols, UNIT), in_units(stride_row, UNIT)
     row = (tl.program_id(0) // N_PARTS).to(tl.int64)
     part = tl.program_id(0) % N_PARTS
     y_ptr += row * n_cols
@@ -123,7 +128,7 @@ def _backward(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, algorithm: st
         split_row_bwd_kernel[(n_rows * parts,)](
             y, dy, dx, slots, stride, n_cols, exchange.MAX_POLLS, parts,
             *exchange.looks(parts, num_warps, y.device), block, tuned.LOOP_COLS * num_warps,
-            num_warps=num_warps,
+            unit_of(n_cols, stride), num_warps=num_warps,
         )  # fmt: skip
     else:
         _row_launch(n_rows, n_cols, stride)(y, dy, dx)
@@ -135,5 +140,5 @@ def _row_launch(n_rows: int, n_cols: int, stride: int) -> Launch:
     rows = max(1, 1024 // block)
     return Launch(
         row_bwd_kernel, (runtime.cdiv(n_rows, rows),), stride, n_rows, n_cols, rows, block,
-        num_warps=min(16, max(1, rows * block // 1024)),
+        unit_of(n_cols, stride), num_warps=min(16, max(1, rows * block // 1024)),
     )  # fmt: skip

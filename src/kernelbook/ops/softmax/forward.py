@@ -26,6 +26,7 @@ from kernelbook.ops.launch import Launch, planned
 from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.exchange import collect, publish, to_slot, wait
 from kernelbook.ops.rows.packed import come_in_pairs, minus_infinities, narrow, widen
+from kernelbook.ops.rows.units import in_units, unit_of
 from kernelbook.ops.softmax import tuned
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -51,7 +52,9 @@ def row_fwd_kernel(
     n_cols,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,  # a power of two, at least n_cols
+    UNIT: tl.constexpr = 1,  # what divides n_cols and stride_row
 ):
+    n_cols, stride_row = in_units(n_cols, UNIT), in_units(stride_row, UNIT)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, BLOCK_COLS)[None, :]
     inside = (rows < n_rows) & (cols < n_cols)
@@ -71,8 +74,10 @@ def packed_row_fwd_kernel(
     zero,  # 0, which the compiler must not know
     MINUS_INF: tl.constexpr,  # two of them in an int32
     BLOCK_COLS: tl.constexpr,  # a power of two, at least n_cols
+    UNIT: tl.constexpr = 1,  # what divides n_cols and stride_row
 ):
     # -- load: two 16-bit numbers in each register
+    n_cols, stride_row = in_units(n_cols, UNIT), in_units(stride_row, UNIT)
     row = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     x_ptrs = (x_ptr + row * stride_row).to(tl.pointer_type(tl.int32))
@@ -118,8 +123,10 @@ def split_row_fwd_kernel(
     THREADS: tl.constexpr,  # of a program
     BLOCK_COLS: tl.constexpr,  # a power of two; N_PARTS blocks cover a row
     LOOP_COLS: tl.constexpr,  # a block of the row when it is read whole
+    UNIT: tl.constexpr = 1,  # what divides n_cols and stride_row
 ):
     # -- load: my part of the row stays in registers
+    n_cols, stride_row = in_units(n_cols, UNIT), in_units(stride_row, UNIT)
     row = (tl.program_id(0) // N_PARTS).to(tl.int64)
     part = tl.program_id(0) % N_PARTS
     x_ptr += row * stride_row
@@ -244,18 +251,19 @@ def _row_forward(x: torch.Tensor, y: torch.Tensor) -> None:
     # I/O: read x + write y
     n_rows, n_cols = x.shape
     stride = x.stride(0)
+    unit = unit_of(n_cols, stride)
     if n_cols * x.itemsize > tuned.WIDE_BYTES:
         parts, block, num_warps = tuned.split(n_cols, x.itemsize, "forward")
         slots = torch.zeros((n_rows, parts), dtype=torch.int64, device=x.device)
         split_row_fwd_kernel[(n_rows * parts,)](
             x, y, slots, stride, n_cols, exchange.MAX_POLLS, parts,
-            *exchange.looks(parts, num_warps, x.device), block, tuned.LOOP_COLS * num_warps,
+            *exchange.looks(parts, num_warps, x.device), block, tuned.LOOP_COLS * num_warps, unit,
             num_warps=num_warps,
         )  # fmt: skip
     elif n_cols > tuned.TILE_COLS and come_in_pairs((x,)):
         block = runtime.next_power_of_2(n_cols)
         packed_row_fwd_kernel[(n_rows,)](
-            x, y, stride, n_cols, 0, minus_infinities(x.dtype), block,
+            x, y, stride, n_cols, 0, minus_infinities(x.dtype), block, unit,
             num_warps=max(1, block // 2048),
         )  # fmt: skip
     else:
@@ -268,5 +276,5 @@ def _row_launch(n_rows: int, n_cols: int, stride: int) -> Launch:
     rows = max(1, 2048 // block)
     return Launch(
         row_fwd_kernel, (runtime.cdiv(n_rows, rows),), stride, n_rows, n_cols, rows, block,
-        num_warps=max(1, rows * block // 2048),
+        unit_of(n_cols, stride), num_warps=max(1, rows * block // 2048),
     )  # fmt: skip
