@@ -266,7 +266,7 @@ lab.listing({"The kernel": small.window_kernel, "The update": small.update})
 # %%
 # It needs no guard, because ``m_i`` begins at :math:`-10^{30}`, which is *finite*. Query 15 in the
 # figure sees none of the keys 0 to 3, its first tile. Had ``m_i`` begun at :math:`-\infty`, its
-# weights there would be :math:`e^{-\infty + \infty}`, which is NaN; so they are 0.
+# weights there would be :math:`e^{-\infty + \infty}`, which is NaN; as it is, they are 0.
 #
 # The launch has a program for each tile of queries:
 
@@ -383,7 +383,7 @@ for window, is_causal, seqlen_q, seqlen_k in cases:
 lab.read(
     "**Values outside are never loaded.** To show it, we filled the values of one tile of keys "
     f"after the other with NaN, for {len(cases)} shapes and windows. In the output of the operator "
-    "in plain Triton, only those tiles of queries became NaN that see one of these keys."
+    "in plain Triton, those tiles of queries became NaN that see one of these keys, and no others."
 )
 
 # %%
@@ -525,7 +525,7 @@ def bars(axes, groups, names, needed, what):
     down, ticks = 0, []
     longest = max(percent for found in groups.values() for percent, _ in found.values())
     for title, found in groups.items():
-        axes.text(0, down - 0.1, title, fontsize=11, color=lab.colour("matmul"))
+        axes.text(longest / 100, down - 0.1, title, fontsize=11, color=lab.colour("matmul"))
         top = down + 0.35
         for name in names:
             down += 1
@@ -534,12 +534,14 @@ def bars(axes, groups, names, needed, what):
                 axes.text(1, down, "absent", va="center", fontsize=10)
                 continue
             percent, ms = found[name]
-            ink = lab.colour("Kernel Book" if name == "Kernel Book" else "full batch")
+            ink = lab.colour("Kernel Book" if name == "Kernel Book" else "matmul")
             axes.barh(down, percent, color=ink, height=0.72)
-            end, words = percent + longest / 100, {"va": "center", "fontsize": 10}
+            crossed = 0 < 100 * needed - percent < longest / 4  # the label would be crossed
+            end = (100 * needed if crossed else percent) + longest / 100
+            words = {"va": "center", "fontsize": 10}
             axes.text(end, down, f"{percent:.0f} %, {ms:.2f} ms", **words)
         at = [100 * needed] * 2
-        axes.plot(at, [top, down + 0.5], "--", color="#59636e", lw=1.2)
+        axes.plot(at, [top, down + 0.5], "--", color=lab.colour("PyTorch"), lw=1.6)
         down += 1.4
     axes.text(100 * needed, down - 0.35, "needed", ha="center", fontsize=10)
     axes.set_yticks(*zip(*ticks, strict=True))
@@ -988,8 +990,8 @@ lab.read(
     f"{100 * of_itself['forward']:.0f} % and {100 * of_itself['backward']:.0f} % of the speed of "
     "the padded batch. "
     + (
-        "But the padded batch runs in the faster kernel of Hopper GPUs. Beside a full batch in plain "
-        f"Triton, the packed one reaches {100 * kept['forward']:.0f} % and "
+        "But the padded batch runs in the faster kernel of Hopper GPUs. Beside a full batch in "
+        f"plain Triton, the packed one reaches {100 * kept['forward']:.0f} % and "
         f"{100 * kept['backward']:.0f} %. "
         if all(kept[passes] > 1.03 * of_itself[passes] for passes in PASSES)
         else ""
@@ -1123,7 +1125,8 @@ lab.read(
 # values: their weighted sum, divided by the part's own sum of exponentials. If these sums are 1 in
 # :math:`A` and 3 in :math:`B`, the output over all keys is a quarter of the first average and three
 # quarters of the second. So a part leaves its average and the logarithm of its sum, the
-# :term:`logsumexp` :math:`lse_A = \log \sum_{j \in A} e^{s_j}` of its scores :math:`s_j`, and both together give
+# :term:`logsumexp` :math:`lse_A = \log \sum_{j \in A} e^{s_j}` of its scores :math:`s_j`, and both
+# together give
 #
 # .. math::
 #
