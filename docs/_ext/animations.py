@@ -341,13 +341,13 @@ def programs_of_an_sm():
     from kernelbook.lab import results
     from kernelbook.ops.softmax import tuned
 
-    table = results.find("softmax")["tables"]["What the compiler made of the kernels"]
+    table = results.find("softmax")["tables"]["Programs per SM and the speed, bfloat16"]
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
-    compiled = {(row["kernel"], row["case"].split()[0]): row["registers"] for row in rows}
+    compiled = {(row["kernel"], row["columns"]): row["registers per thread"] for row in rows}
     parts, columns, _ = tuned.split(65536, 2, "forward")
-    widened = compiled["row_fwd_kernel", "4,096"] * 32768 // EACH
-    packed = compiled["packed_row_fwd_kernel", "32,768"] * 32768 // EACH
-    split = compiled["split_row_fwd_kernel", "65,536"] * columns // EACH
+    widened = compiled["row", 32768] * 32768 // EACH
+    packed = compiled["packed", 32768] * 32768 // EACH
+    split = compiled["split", 65536] * columns // EACH
     yield "row", 32768, 1, 32768, widened
     yield "packed", 32768, 1, 32768 // 2, packed
     yield "split", 65536, parts, columns, split
@@ -718,7 +718,8 @@ def two_sweeps():
             count = sum((i - j if by_column else j) <= iteration for i, j in tiles)
             total = count * len(matmuls.split())
             until = None if iteration == SIDE - 1 else start + each
-            add(text(left, 275, f"{total} matmuls so far", NEW, "start"), shown(start, until))
+            so_far = f"{total} matmuls" + " so far" * (until is not None)
+            add(text(left, 275, so_far, NEW, "start"), shown(start, until))
         add(text(left, 295, f"per tile: {matmuls}", MUTED, "start", size=12))
         drawing.tell(
             f"In the {name} {owns}: {'a column' if by_column else 'a row'} of tiles, one per "

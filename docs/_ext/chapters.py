@@ -142,6 +142,7 @@ CHAPTERS = {
         {"columns": 32768},
         {
             "simple_layer_norm": "seven PyTorch operations",
+            "PyTorch": "PyTorch's layer_norm",
             "loop": "three reads of a row",
             "one program": "one read, one program",
             "Kernel Book": "one read, two numbers per register",
@@ -157,8 +158,9 @@ CHAPTERS = {
         {
             "simple_backward": "PyTorch's operations",
             "lock per tile": "a lock for every two rows",
+            "partial sums per tile": "partial sums for every two rows",
             "lock per program": "a lock, once a program",
-            "partial sums": "partial sums, no lock",
+            "partial sums": "partial sums, once a program",
         },
     ),
     "attention_forward": Facts(
@@ -196,6 +198,7 @@ CHAPTERS = {
         {"mask": "causal"},
         {
             "standard attention": "formula in PyTorch, with the matrix",
+            "torch.compile": "the formula, compiled",
             "all tiles": "two sweeps, all tiles",
             "Kernel Book": "two sweeps, causal tiles",
         },
