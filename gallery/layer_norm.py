@@ -1004,7 +1004,7 @@ in_float32 = lab.measure("Rows of 16,384 columns, float32", whole_or_split)
 
 # %%
 
-# Drawing
+# Folded: Every version at every length
 lab.plot(
     ladder,
     "Every version, forward, bfloat16",
