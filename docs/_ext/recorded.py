@@ -189,10 +189,10 @@ class Chapters(SphinxDirective):
         if self.home:
             gpus = list(dict.fromkeys(found["provenance"]["gpu"] for found in primary()))
             return (
-                f"The blue number on a card compares the chapter’s kernel with what you would "
-                f"otherwise call, from the worst to the best of the inputs that the chapter times "
-                f"on {gpus[0] if gpus else 'no GPU yet'}: above 1, ours is faster. All chapters "
-                f"together take about {hours} hours to read."
+                f"All chapters together take about {hours} hours to read. The blue number on a card "
+                f"compares the chapter’s kernel with what you would otherwise call, from the worst "
+                f"to the best of the inputs that the chapter times on "
+                f"{gpus[0] if gpus else 'no GPU yet'}: above 1, ours is faster."
             )
         *others, last = (f"{pace} {kind}" for kind, pace in PACE.items())
         return (
@@ -475,7 +475,7 @@ def operator_rows(app, docname):
             (
                 link(docname, f"chapters/{operator.chapter}", operator.name),
                 *(operator_cell(group, fastest, alike, operator.also) for group in groups),
-                f"{unbeaten} of {len(points)}{without(sweeps)}" if alike else "nothing else timed",
+                f"{unbeaten} of {len(points)}{without(sweeps)}" if alike else "no FP8 rival timed",
                 size_of(point),
             )
         )
