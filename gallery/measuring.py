@@ -231,7 +231,7 @@ def bars(columns, unit):
 SOFTMAXES = {"large, µs": "large softmax", "small, µs": "small softmax"}
 lab.draw(
     five_ways,
-    "One call, timed in five ways",
+    "One call of softmax, timed in five ways",
     bars_in_words(SOFTMAXES, "µs"),
     bars(SOFTMAXES, "µs, median of 50 calls"),
 )
@@ -564,13 +564,18 @@ as_graph, singly = (
     or dict.fromkeys(heights, nan)
     for way in ("as a graph", "one by one")
 )
-few, *_, many = heights
+first_one, few, *_, many = heights if graph.rows else (16, *heights)
 marks = 10 * nothing[best]
 lab.read(
-    f"On {few} rows the graph takes {as_graph[few]:.0f} µs instead of {singly[few]:.0f}. On "
-    f"{many:,} rows it gains little, because there the host is ahead of the GPU anyway. The dashed "
-    "line, ten times one kernel timed alone, lies above the graph, because each of the ten begins "
-    f"with a cold cache and has two events of its own, {marks:.0f} µs in all."
+    f"On {few} rows the graph takes {as_graph[few]:.0f} µs instead of {singly[few]:.0f}"
+    + (
+        f" (the {singly[first_one]:.0f} on {first_one} rows, measured first, are an outlier)"
+        if singly[first_one] > 1.2 * singly[few]
+        else ""
+    )
+    + f". On {many:,} rows it gains little, because there the host is ahead of the GPU anyway. The "
+    "dashed line, ten times `gpu_time`, lies above the graph, because each of the ten begins with "
+    f"a cold cache and has two events of its own, {marks:.0f} µs in all."
 )
 
 # %%
@@ -759,8 +764,9 @@ lab.read(
         if beyond < l2
         else ""
     )
-    + f" Tiny copies look slow from either cache, because of the {tiny_took:.0f} µs that "
-    f"{tiny} MiB takes, {nothing[best]:.0f} pass between two events even with nothing between them."
+    + f" Tiny copies look slow from either cache, because a copy of {tiny} MiB, read and written "
+    f"together, takes {tiny_took:.0f} µs, and {nothing[best]:.0f} of those pass between the events "
+    "even when nothing stands between them."
 )
 
 # %%
@@ -769,8 +775,9 @@ lab.read(
 #
 # The same kernel can be slower at the end of a long job, because a GPU lowers its clocks when it
 # would otherwise exceed its *power limit*. In turns, we let the GPU rest and time a batch of ten
-# runs, then keep it busy and time another; at the end ``nvidia-smi`` reads clock and power, which
-# the labels give. Guess which suffers most: a matmul of random numbers, one of zeros, or a copy?
+# runs, then keep it busy and time another. ``nvidia-smi`` reads the power; the clock we count
+# ourselves, by a pause of known cycles after each batch. Guess which suffers most: a matmul of
+# random numbers, one of zeros, or a copy?
 
 
 # Measuring
@@ -903,7 +910,7 @@ def load_in_words(rows):
 
 def load_bars(axes, rows):
     turns = ", grey: by turn" if "slower, most, %" in rows[0] else ""
-    bars({"slower, %": ""}, f"% longer when busy than after a rest{turns}")(axes, rows)
+    bars({"slower, %": ""}, f"% longer than rested{turns}")(axes, rows)
     for place, row in enumerate(rows):
         if "slower, most, %" in row:  # from the least of the turns to the most
             ends = row["slower, least, %"], row["slower, most, %"]
@@ -911,15 +918,15 @@ def load_bars(axes, rows):
                 ends, [place + 0.44] * 2, "|-", color=lab.colour("copy"), linewidth=1
             )
     names = [
-        f"{row['work']}\n{row['busy, µs']:,.0f} µs, {row['power, W']:.0f} W, "
+        f"{row['work']}\nbusy: {row['busy, µs']:,.0f} µs, {row['power, W']:.0f} W, "
         f"{row.get('busy, MHz', row['SM clock, MHz']):,.0f} MHz"
         if isinstance(row["power, W"], float)
         else row["work"]
         for row in rows
     ]
-    axes.figure.set_size_inches(4.9, 3.2)
+    axes.figure.set_size_inches(5.2, 3.2)
     axes.set_yticks(range(len(rows)), names, ha="left", multialignment="left")
-    axes.tick_params(axis="y", pad=165)
+    axes.tick_params(axis="y", pad=192)
     axes.spines["left"].set_visible(False)  # the line at zero is the one to look at
     axes.axvline(0, color=lab.colour("copy"), linewidth=1)
 
@@ -961,6 +968,11 @@ from_mhz, to_mhz = of_load("rested, MHz"), of_load("busy, MHz")
 read_mhz = of_load("SM clock, MHz")
 at_mhz = to_mhz if to_mhz[names[0]] > 0 else read_mhz
 random, zeros = busy["matmul of random numbers"], busy["matmul of zeros"]
+rested = of_load("rested, µs")
+slowed_at_rest = (  # slower than zeros, although the clock counted afterwards is the same
+    rested[names[0]] > 1.02 * rested[names[1]]
+    and from_mhz[names[0]] > 0.98 * from_mhz[names[1]]
+)
 
 
 def in_turns(name):
@@ -986,7 +998,7 @@ lab.read(
     f"On a busy GPU the matmul of random numbers takes {slower[names[0]]:.0f} % longer"
     + in_turns(names[0])
     + (
-        f", because its clock falls {clock_falls(names[0])}"
+        f", because its clock falls to {at_mhz[names[0]]:,.0f} MHz"
         if clock_falls(names[0])
         else ""
     )
@@ -995,13 +1007,20 @@ lab.read(
         if limit[names[0]] > 0 and watts[names[0]] > 0
         else "."
     )
+    + (
+        f" And {slower[names[0]]:.0f} % is a lower bound of what power costs: rested, it takes "
+        f"{rested[names[0]]:,.0f} µs where zeros take {rested[names[1]]:,.0f}, although after both "
+        "we count nearly the same clock, so it is probably slowed within its rested runs already."
+        if slowed_at_rest
+        else ""
+    )
 )
 
 # %%
 
 # Reading
 lab.read(
-    f"The matmul of zeros does the same work in {zeros:,.0f} µs instead of {random:,.0f}"
+    f"Busy, the matmul of zeros takes {zeros:,.0f} µs instead of {random:,.0f}"
     + (
         f", because bits that do not change cost little power, here {watts[names[1]]:.0f} W"
         if watts[names[1]] < 0.9 * watts[names[0]]
@@ -1101,7 +1120,12 @@ def curve(axes, rows):
     axes.set(xlabel="µs, by events, pause and flush", ylabel="% of the runs", ylim=0)
 
 
-lab.draw(spread, "How long 2,000 equal runs took", sorted_runs, curve)
+lab.draw(
+    spread,
+    "How long 2,000 runs of a softmax of 4,096 × 4,096 took",
+    sorted_runs,
+    curve,
+)
 
 # %%
 
@@ -1118,9 +1142,8 @@ lab.read(
 )
 
 # %%
-# A claim needs many runs. Suppose that we had made only five: we draw five runs at random from
-# this curve, a thousand times, and note how far their median strays from that of all runs. Guess:
-# by more than one per cent?
+# Suppose that we had made only five runs: we draw five at random from this curve, a thousand times,
+# and note how far their median strays from that of all runs. Guess: by more than one per cent?
 
 
 # Measuring
@@ -1206,16 +1229,12 @@ between_runs = max(
 )
 lab.read(
     "We gave each of three kernels two names, timed both beside a large matmul, and ran the loop "
-    f"four times. In no run were A and B more than {resolved:.2g} % apart, so in this book less "
-    f"than {counts_as_none:g} % is no difference."
+    f"four times. In no run were A and B more than {resolved:.2g} % apart, so we take "
+    f"{counts_as_none:g} % as our threshold; it was tested on these three."
     + (
-        f" From one run to the next, A itself moved by up to {between_runs:.2g} %"
-        + (
-            ": two numbers from two runs are harder to compare than two from one."
-            if between_runs > 1.2 * resolved
-            else "."
-        )
-        if between_runs >= 0
+        f" From one run to the next, A itself moved by up to {between_runs:.2g} %: two numbers "
+        "from two runs are harder to compare than two from one."
+        if between_runs > 1.2 * resolved
         else ""
     )
 )
@@ -1288,7 +1307,7 @@ suites = lab.measure("One softmax in five loops", loops)
 LOOPS = {
     "events around a loop": ("no", "no"),
     "torch.utils.benchmark": ("no", "no"),
-    "do_bench": ("no", "yes"),
+    "do_bench": ("while the flush lasts", "yes"),
     "do_bench_cudagraph": ("yes", "no"),
     "this book's": ("yes", "yes"),
 }
@@ -1338,13 +1357,12 @@ else:
     )
 lab.read(
     f"On the large input all agree within {100 * (max(all_large) / min(all_large) - 1):.0f} %. "
-    f"{by_the_host}. "
+    f"{by_the_host}."
     + (
-        f"`do_bench` lacks only our pause: of its {flushed:.0f} µs, all but {by_book:.0f} are the "
+        f" `do_bench` lacks only our pause: of its {flushed:.0f} µs, all but {by_book:.0f} are the "
         "host's, because its flush is over before the host has queued the kernel."
         if flushed > 1.2 * by_book
-        else "`do_bench` comes near our best way, because its flush lasts until the kernel is "
-        "queued."
+        else ""
     )
     + f" `do_bench_cudagraph` finds {graphed:.1f} µs where our best way finds {by_book:.1f}: its "
     "input is in the cache, and no event stands between two runs."
@@ -1353,17 +1371,15 @@ lab.read(
 # %%
 
 # Reading
-fits = nan
-for size in reversed(sizes):  # the shortest kernel from which on do_bench is right
-    ours, theirs = (cell(suites, name, size) for name in ("this book's", "do_bench"))
-    if not abs(theirs / ours - 1) < 0.05:
-        break
-    fits = ours
+agree = any(  # is do_bench right for one of the inputs?
+    abs(cell(suites, "do_bench", size) / cell(suites, "this book's", size) - 1) < 0.05
+    for size in sizes
+)
 lab.read(
     (
-        f"So take `do_bench` for kernels of about {fits:.0f} µs and more, and `gpu_time` for "
-        "shorter ones. "
-        if fits > 0
+        "So `do_bench` is as good while its flush outlasts the launch; if your call keeps the host "
+        "longer, use `gpu_time`. "
+        if agree
         else "So take `gpu_time`, because `do_bench` was off for each of these inputs. "
         if suites.rows
         else f"{nan} "
@@ -1377,9 +1393,8 @@ lab.read(
 # Is it right?
 # ------------
 #
-# The time can now be trusted. Can the kernel? One that does half of the work is fast. So whenever
-# this page is built, softmax and dropout are compared with float64, and may be off by at most twice
-# PyTorch's own error, or one unit in the last place (:term:`ulp`).
+# A kernel that does half of the work is fast, so before you time one, compare it with float64 under
+# a stated tolerance, here twice PyTorch's own error or one unit in the last place (:term:`ulp`).
 
 
 # Measuring
@@ -1400,17 +1415,17 @@ def cases():
 
 # %%
 
-# Folded: Their errors
+# Folded: The errors of softmax and dropout
 lab.check("What is timed", cases(), title="softmax and dropout")
 
 # %%
 # The roofline
 # ------------
 #
-# The result is right, and so is the time. But is the time good? The weighted sum of :doc:`the first
-# chapter </chapters/first_kernel>` multiplies and adds once for each number of 2 bytes, and until
-# the next number arrives the GPU could do many such operations, so memory sets its pace. Attention
-# uses each number hundreds or thousands of times, so the :term:`matrix units <matrix unit>` do.
+# Is the time good? The weighted sum of :doc:`the first chapter </chapters/first_kernel>` multiplies
+# and adds once for each number of 2 bytes, and until the next number arrives the GPU could do many
+# such operations, so memory sets its pace. Attention uses each number hundreds or thousands of
+# times, so the :term:`matrix units <matrix unit>` do.
 #
 # In general, let a kernel move :math:`Q` bytes and do :math:`W` floating-point operations (FLOPs),
 # on a GPU that can move :math:`\beta` bytes and do :math:`\pi` FLOPs per second. Its time :math:`T`
@@ -1644,8 +1659,10 @@ waiting = [name for name, points in placed.items() if waits_for(points) == "memo
 *others, last_one = dict.fromkeys(name.partition(",")[0] for name in waiting) or [""]
 lab.read(
     f"The copy reaches {beta:,.0f} GB/s and the matmul {pi:,.0f} TFLOP/s (after a rest, as every "
-    f"kernel of this book is timed; kept busy it did {hot:,.0f}), so the ridge is at {ridge:,.0f} "
-    f"FLOPs per byte. {', '.join(others).capitalize()} and {last_one} lie left of it: near the "
+    "kernel of this book is timed"
+    + (", but probably slowed by its power even so" if slowed_at_rest else "")
+    + f"; kept busy it did {hot:,.0f}), so the ridge is at {ridge:,.0f} FLOPs per byte. "
+    f"{', '.join(others).capitalize()} and {last_one} lie left of it: near the "
     "roof, only fewer bytes can make them faster. Attention lies right of it, because its FLOPs "
     "grow with the square of the length and its bytes with the length."
 )
@@ -1661,20 +1678,19 @@ in_fp8, back = (
     max((share for _, share in placed.get(name, ())), default=nan)
     for name in ("attention, in FP8", "softmax, back")
 )
+backward = [share for _, share in placed.get("attention, back", [(nan, nan)])]
 levels = (results.find("first_kernel") or {"tables": {}})["tables"].get(
     "The levels of memory: size, speed, latency", {"columns": [], "rows": []}
 )
 read_alone = next((row[2] for row in levels["rows"] if row[0] == "HBM"), nan)  # TB/s
 lab.read(
     f"Attention reaches {lowest[1]:.0f} to {top:.0f} % of its roof"
+    + (", the least on its shortest sequences," if shortest else "")
+    + f" and its backward pass {span(backward)} %."
     + (
-        ", the least on its shortest sequences; its chapters climb towards the roof step by step."
-        if shortest
-        else "; its chapters climb towards the roof step by step."
-    )
-    + (
-        " In FP8 it passes the roof, because the matrix units multiply FP8 at twice the rate of "
-        "the bfloat16 matmul that is the roof here."
+        f" In FP8 it reaches up to {in_fp8:.0f} %, because the matrix units multiply FP8 at twice "
+        f"the rate of bfloat16, whose matmul is the roof here: of twice that roof, {in_fp8 / 2:.0f}"
+        " %."
         if in_fp8 > 101
         else ""
     )
@@ -1814,14 +1830,20 @@ untouched, tight = (
 )
 lab.read(
     f"Left alone, the compiler takes {needs:.0f} registers for each thread, and the kernel reaches "
-    f"{untouched:.0f} % of the speed of a copy. With 32 it spills {spilled:.0f} values per thread, "
+    f"{untouched:.0f} % of the speed of a copy. With 32 it spills to {spilled:.0f} places of 32 "
+    "bits per thread"
+    + (
+        f" (more than the {needs - 32:.0f} registers that are missing, probably because not every "
+        "place is used again), "
+        if spilled > needs - 32
+        else ", "
+    )
     + (
         f"and the kernel takes {untouched / tight:.1f} times as long. "
         if tight < 0.95 * untouched
         else "and the kernel is as fast all the same. "
     )
-    + "A slow kernel may have another fault, but to ask for this one costs a line, so ask for it "
-    "first. A cure gives each thread fewer values to hold: a smaller block, or more warps."
+    + "A cure gives each thread fewer values to hold: a smaller block, or more warps."
 )
 
 # %%
