@@ -63,14 +63,14 @@ def simple_weighted_sum(x, w):
 # reads ``x`` and writes a product as large as ``x``, and the sum reads that product again. All of
 # this goes through :term:`HBM`, the main memory of the GPU: with 16-bit numbers, 6 bytes per
 # element. Only the 2 bytes of reading ``x`` are necessary, so one kernel could be three times as
-# fast. For a large matrix the bars above promise even more. Let's write it.
+# fast. For a large matrix the bars above promise even more.
 #
 # Ten numbers in blocks of four
 # -----------------------------
 #
-# How do you divide work on a GPU? We begin with ten numbers, each to be doubled. A Triton kernel is
-# a Python function with the decorator ``@triton.jit``. The GPU runs many instances of it at once,
-# called :term:`programs <program>`, and each works on a :term:`block` of elements.
+# We begin with ten numbers, each to be doubled. A Triton kernel is a Python function with the
+# decorator ``@triton.jit``. The GPU runs many instances of it at once, called
+# :term:`programs <program>`, and each works on a :term:`block` of elements.
 
 import triton  # after kernelbook, which chooses the interpreter where there is no GPU
 import triton.language as tl
@@ -187,7 +187,8 @@ lab.measure("What became of the two numbers after y, on a GPU", neighbours)
 # What the compiler must know
 # ---------------------------
 #
-# Why blocks of four, and not one block of ten? Triton refuses that.
+# Four is a toy size for the picture; real blocks have hundreds or thousands of elements. But why
+# not one block of ten? Triton refuses that.
 
 # %%
 
@@ -326,12 +327,11 @@ print("wrong strides:  ", assumed.tolist())
 # What programs must not share
 # ----------------------------
 #
-# The forward pass is complete, and each of its programs writes sums of its own. The gradient of
-# ``w`` is harder, because every row adds to it, so that all programs change the same few numbers.
-# May they?
+# In the forward pass each program writes sums of its own. The gradient of ``w`` is harder, because
+# every row adds to it, so that all programs change the same few numbers. May they?
 #
-# A smaller kernel shows what happens. It adds to each number the one before it, in place. Program 1
-# loads element 3, which program 0 overwrites, and programs run in no fixed order:
+# A smaller kernel adds to each number the one before it, in place. Program 1 loads element 3, which
+# program 0 overwrites, and programs run in no fixed order:
 #
 # .. image:: /figures/first-kernel-race.svg
 #    :alt: Two orders in time. If program 1 loads x[3] first, it finds 1, and x[4] becomes 2, as it
@@ -391,7 +391,7 @@ lab.read(
     f"Of {2**20:,} ones in blocks of 256, {2**20 // 256 - 1:,} are loaded by one program and "
     "overwritten by another. In five launches "
     f"{min(wrong, default=nan)} to {max(wrong, default=nan)} of them spoiled a sum, and nothing "
-    "reported an error. **A test misses a race easily.**"
+    "reported an error. **A test of a few numbers, or of the mean, would miss the race.**"
 )
 
 # %%
@@ -593,9 +593,8 @@ class WeightedSum(torch.autograd.Function):
 
 
 # %%
-# Our backward kernel takes no strides, so ``contiguous()`` copies what has others than it assumes.
-# Are the gradients right? ``gradcheck`` compares them with the change that a step ``eps`` in each
-# element makes:
+# Our backward kernel takes no strides, so ``contiguous()`` copies a tensor whose strides differ.
+# ``gradcheck`` compares the gradients with the change that a step ``eps`` in each element makes:
 
 x = torch.randn(5, 6, device=runtime.DEVICE, requires_grad=True)
 w = torch.randn(6, device=runtime.DEVICE, requires_grad=True)
@@ -604,7 +603,7 @@ steps = {"eps": 0.25, "atol": 1e-4, "rtol": 1e-4}
 print(torch.autograd.gradcheck(WeightedSum.apply, (x, w), **steps))
 
 # %%
-# **You have written a differentiable PyTorch operation,** both of its passes.
+# **You have written a differentiable PyTorch operation.**
 
 # %%
 
@@ -627,7 +626,7 @@ if runtime.INTERPRETED:
 # Programs, warps, threads
 # ------------------------
 #
-# It works, but is it fast? That depends on how the GPU runs a program. A GPU consists of SMs
+# Is it fast? That depends on how the GPU runs a program. A GPU consists of SMs
 # (:term:`streaming multiprocessors <SM>`), each of which runs several programs at a time. A program
 # has four :term:`warps <warp>` by default, and the 32 threads of a warp execute the same
 # instruction together. Here is a block of 1,024 16-bit numbers:
@@ -694,9 +693,9 @@ lab.measure("Which thread holds which elements of a block of 1,024", owners)
 # How far away memory is
 # ----------------------
 #
-# How long does a thread wait for its numbers? They pass several memories: HBM, the :term:`L2` cache
-# that all SMs share, the :term:`L1` cache of an SM, and the registers. The bars show how fast each
-# delivers, the labels also its :term:`latency`, the wait for the first number.
+# On their way to a thread numbers pass several memories: HBM, the :term:`L2` cache that all SMs
+# share, the :term:`L1` cache of an SM, and the registers. The bars show how fast each delivers, the
+# labels also its :term:`latency`, the wait for the first number.
 
 # %%
 
@@ -888,10 +887,9 @@ lab.read(
 # How fast is it?
 # ---------------
 #
-# How close does our kernel come to that? The yardstick is a copy, which does nothing but move
-# bytes: to read half of ``x`` and write it moves as many bytes as our kernel reads. The *first
-# kernel* is ``rows_kernel`` with one row per program. The bands show the scatter of the runs
-# (:doc:`/reading-figures`).
+# The yardstick is a copy, which does nothing but move bytes: copying half of ``x`` moves as many
+# bytes as reading all of it. The *first kernel* is ``rows_kernel`` with one row per program. The
+# bands show the scatter of the runs (:doc:`/reading-figures`).
 
 
 def providers(rows, columns, dtype):
@@ -1034,24 +1032,50 @@ def listed_medians(sweep, provider, own="Kernel Book"):
     return points, max((100 * (two[at] / one[at] - 1) for at in points), default=0)
 
 
-of_first, of_two = (
+def beyond_scatter(sweep, provider, own="Kernel Book"):
+    """Where the bands of a provider and of ours do not meet: where it is faster, and slower."""
+    one, two = (
+        sweep.at(provider=name).set_index(sweep.axis) for name in (provider, own)
+    )
+    return (
+        [int(at) for at in one.index if one["p80"][at] < two["p20"][at]],
+        [int(at) for at in one.index if one["p20"][at] > two["p80"][at]],
+    )
+
+
+def gap(points, slower, faster):
+    """By up to how many percent one provider takes longer than another."""
+    most = max(
+        forward.milliseconds_at(slower, rows=rows)
+        / forward.milliseconds_at(faster, rows=rows)
+        for rows in points
+    )
+    return f"{'up to ' if len(points) > 1 else ''}{100 * (most - 1):.0f} %"
+
+
+of_first, of_two, of_matmul = (
     [forward.share(name, rows=rows) for rows in MARKS]
-    for name in ("one row a program", "PyTorch")
+    for name in ("one row a program", "PyTorch", "x @ w")
 )
-sooner, by_most = listed_medians(forward, "torch.compile", "one row a program")
-later = forward.milliseconds_at("torch.compile", rows=2**16) / forward.milliseconds_at(
-    "one row a program", rows=2**16
-)
+compared = "torch.compile", "one row a program"
+sooner, later = beyond_scatter(forward, *compared)
+found = [
+    f"faster with {listed(sooner)} rows (by {gap(sooner, *compared[::-1])})"
+    if sooner
+    else "nowhere faster",
+    f"slower with {listed(later)} (it takes {gap(later, *compared)} longer)"
+    if later
+    else "nowhere slower",
+]
 lab.read(
     f"**The first kernel runs at {100 * min(of_first):.0f} to {100 * max(of_first):.0f} % of the "
     f"speed of a copy,** and PyTorch's two operations at {100 * min(of_two):.0f} to "
-    f"{100 * max(of_two):.0f} %. `torch.compile`, which writes such a kernel for you, is "
-    + (
-        f"faster with {listed(sooner)} rows, by up to {by_most:.0f} %"
-        if sooner
-        else "nowhere faster"
-    )
-    + (f", and {100 * (later - 1):.0f} % slower with 65,536." if later > 1.01 else ".")
+    f"{100 * max(of_two):.0f} %. `x @ w`, one operation that computes the same, reaches "
+    f"{100 * min(of_matmul):.0f} to {100 * max(of_matmul):.0f} %; we compare with two first, "
+    "because most formulas have no operation of their own. Beyond the scatter, `torch.compile`, "
+    f"which writes such a kernel for you, is {' and '.join(found)}. Why the first kernel reaches "
+    f"{100 * forward.share('one row a program', rows=2**14):.0f} % with 16,384 rows is asked in "
+    "“What another kernel left behind”."
 )
 
 # %%
@@ -1061,22 +1085,18 @@ slowly, copied = (
     forward.milliseconds_at(name, rows=2**16) for name in ("PyTorch", "copy")
 )
 of_copying = 2**16 * 4096 * 2 / copied / 1e9  # TB/s, and HBM was measured above
-lab.read(
-    "More than 100 % is possible, because a copy also writes: with 65,536 rows it moved "
-    f"{of_copying:.1f} TB/s, and reading alone {hbm:.1f} (figure 1)."
-    if max(of_first) > 1 and hbm > of_copying
-    else f"With 65,536 rows the copy moved {of_copying:.1f} TB/s."
-)
-
-# %%
-
-# Reading
 of_product, of_sum = [
     100 * row["a copy of as many bytes (µs)"] / row["µs"] for row in apart.rows
 ] or [nan] * 2
 lab.read(
-    f"PyTorch's two operations take {slowly / copied:.1f} times as long as a copy there. Three "
-    "times the bytes explain a factor of 3. The rest is lost in the multiplication, which reaches "
+    (
+        "More than 100 % is possible, because a copy also writes: with 65,536 rows it moved "
+        f"{of_copying:.1f} TB/s, and reading alone {hbm:.1f} (figure 1). "
+        if max(of_first) > 1 and hbm > of_copying
+        else ""
+    )
+    + f"With 65,536 rows PyTorch's two operations take {slowly / copied:.1f} times as long as a "
+    "copy. Three times the bytes explain a factor of 3, the multiplication the rest: it reaches "
     f"only {of_product:.0f} % of the speed of a copy of its own bytes."
 )
 
@@ -1099,9 +1119,8 @@ lab.table(
 # The finished operator
 # ---------------------
 #
-# On a large matrix your kernel leaves little to gain. What does a finished operator add?
-# ``kernelbook.weighted_sum``, below *the operator*, is the same pair of kernels, made ready for
-# other matrices, too:
+# What does a finished operator add? ``kernelbook.weighted_sum``, below *the operator*, is the same
+# pair of kernels, made ready for other matrices, too:
 
 import kernelbook
 
@@ -1110,7 +1129,7 @@ print(torch.allclose(y, x.sum(0), atol=1e-6))
 
 # %%
 # It takes any shape and strides, and ``torch.compile`` knows it. Its kernels differ from yours in
-# four points, and we shall ask of each what it is worth.
+# four points.
 
 # %%
 
@@ -1188,14 +1207,14 @@ lab.check("weighted_sum", cases())
 lab.source(weighted_sum_fwd_kernel, "loop")
 
 # %%
-# Each iteration adds a block of products to ``total``, in registers. After the loop, a single
+# The program's columns begin at ``first`` and end before ``last``; ``EVICT`` is the third point,
+# below. Each iteration adds a block of products to ``total``, in registers, and after the loop one
 # ``tl.sum(total, axis=1)`` adds up the columns.
 #
 # .. dropdown:: More: from first to last
 #
 #    The loop runs over a whole row, unless rows are so few that most of the GPU would be idle. Then
-#    each row is divided into parts, and a second kernel adds their sums. (``EVICT`` is the third
-#    point, below.) ``tl.program_id(0)``
+#    each row is divided into parts, and a second kernel adds their sums. ``tl.program_id(0)``
 #    counts blocks of rows, and ``tl.program_id(1)`` the parts of a row. Row numbers are int64,
 #    because past :math:`2^{31}` elements an offset does not fit into 32 bits.
 #
@@ -1265,10 +1284,10 @@ lab.read(
 # What the compiler can prove
 # ---------------------------
 #
-# Rows of 100 are nearly as fast as others. That takes the second point. A thread can load 16 bytes
-# at once only where the compiler can prove that the address is a multiple of 16. But of an integer
-# argument, such as the stride of rows, Triton finds out only whether it is 1 and whether 16 divides
-# it. Neither is true of 100, so it would load one number at a time.
+# Rows of 100, the dip in figure 3, would be far slower without the second point. A thread can load
+# 16 bytes at once only where the compiler can prove that the address is a multiple of 16. But of an
+# integer argument, such as the stride of rows, Triton finds out only whether it is 1 and whether 16
+# divides it. Neither is true of 100, so it would load one number at a time.
 #
 # The operator therefore passes a ``constexpr`` named ``UNIT``, the greatest power of two, up to 16,
 # that divides the length of rows and their stride, here 4. The kernel begins with
@@ -1370,29 +1389,20 @@ lab.read(
 # What another kernel left behind
 # -------------------------------
 #
-# Back to rows of 4,096. What does the operator gain there?
+# What does the operator gain with rows of 4,096?
 
 # %%
 
 
 # Reading
-def bands_meet(sweep, provider, points):
-    """Whether at each point the band of a provider overlaps with ours."""
-    one, two = (
-        sweep.at(provider=name).set_index(sweep.axis)
-        for name in (provider, "Kernel Book")
-    )
-    return all(
-        one["p20"][at] <= two["p80"][at] and two["p20"][at] <= one["p80"][at]
-        for at in points
-    )
-
-
 compiled_first, by_most = listed_medians(forward, "torch.compile")
-small = [rows for rows in MARKS if rows <= 1024]
-overlapping = all(
-    bands_meet(forward, name, small) for name in ("torch.compile", "one row a program")
-)
+apart_at = [
+    rows
+    for name in ("torch.compile", "one row a program")
+    for points in beyond_scatter(forward, name)
+    for rows in points
+]
+overlapping = all(rows > 1024 for rows in apart_at)
 most = max(
     MARKS,
     key=lambda rows: (
@@ -1405,10 +1415,10 @@ lab.read(
     f"{100 * forward.share('Kernel Book', rows=most):.0f} % of the speed of a copy, and the first "
     f"kernel {100 * forward.share('one row a program', rows=most):.0f} %. "
     + (
-        "Up to 1,024 rows it wins nothing"
+        "Up to 1,024 rows it wins nothing beyond the scatter"
         + (
-            f", and `torch.compile` is ahead by up to {by_most:.0f} %, within the scatter."
-            if compiled_first
+            f", within which `torch.compile` is ahead by up to {by_most:.0f} %."
+            if compiled_first and max(compiled_first) <= 1024
             else "."
         )
         if overlapping
@@ -1437,7 +1447,7 @@ lab.table(
 )
 
 # %%
-# That lead is due to the third point, one argument of ``tl.load``:
+# The operator's lead with 16,384 rows is due to the third point, one argument of ``tl.load``:
 # ``eviction_policy="evict_first"``. When L2 needs room, it then gives up ``x`` first, which nobody
 # reads again. Otherwise it may give up numbers that another kernel wrote, and these must be copied
 # to HBM before ``x`` gets their room.
@@ -1580,20 +1590,21 @@ theirs, ours = (
     backward.milliseconds_at(name, rows=2**16) for name in ("PyTorch", "Kernel Book")
 )
 compiled_first, _ = listed_medians(backward, "torch.compile")
-of_fewest, of_most = (
-    100 * backward.share("Kernel Book", rows=rows) for rows in (16, 2**16)
-)
+of_ours = {rows: 100 * backward.share("Kernel Book", rows=rows) for rows in MARKS}
+slowest = min(MARKS, key=of_ours.get)
 lab.read(
-    "**Few partial sums save nearly half of the bytes.** With 65,536 rows the operator reaches "
-    f"{of_most:.0f} % of the speed of a copy; with 16, where it takes two launches instead of one, "
-    f"{of_fewest:.0f} %. "
+    "**By count, few partial sums save nearly half of the bytes;** many were not timed. The "
+    "operator takes two launches, and a copy one. With 65,536 rows it reaches "
+    f"{of_ours[2**16]:.0f} % of the speed of a copy, and least with {slowest:,}, "
+    f"{of_ours[slowest]:.0f} %. "
     + (
         f"`torch.compile` is faster with {listed(compiled_first)} rows. "
         if compiled_first
         else ""
     )
-    + f"PyTorch's operations take up to {theirs / ours:.1f} times as long. They move such a matrix "
-    "four times, ours twice: that is a factor of 2, and these runs leave the rest open."
+    + f"PyTorch's operations take {theirs / ours:.1f} times as long with 65,536. They write `dx`, "
+    "read `x`, and write and read its product with `dy`; ours reads `x` and writes `dx`: that is a "
+    "factor of 2. These runs leave the rest open."
 )
 
 # %%
@@ -1642,8 +1653,8 @@ lab.table(
 # What the host costs
 # -------------------
 #
-# Is the operator always the better choice, then? The figures leave out the host, the CPU, which
-# needs time for each call. Call after call, the slower of the two sets the pace.
+# The figures leave out the host, the CPU, which needs time for each call. Call after call, the
+# slower of the two sets the pace.
 
 x = torch.randn(64, 1024, device=runtime.DEVICE, dtype=torch.float16)
 w = torch.randn(1024, device=runtime.DEVICE, dtype=torch.float16)
@@ -1754,7 +1765,7 @@ for dtype in (tl.float16, tl.float32):
 # number, a mask keeps it from what lies past the end, and all that it stores are its sums. The
 # gradient takes one kernel more, and partial sums where programs would share. That keeps up with a
 # copy on a large matrix. A finished operator adds a loop for long rows, a proven divisor for odd
-# ones, a hint to L2, and fewer partial sums, at the price of more host code.
+# ones, a hint to L2, and fewer partial sums.
 #
 # How were these times taken, and would yours be the same? That is the question of the next chapter,
 # :doc:`/chapters/measuring`.
