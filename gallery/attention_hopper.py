@@ -10,7 +10,7 @@ Picture two cooks who share one oven. While a dish bakes, its cook cannot go on,
 always in use only if one cook prepares while the other bakes. Here the matmul units are the oven,
 and the exponentials are what is to be prepared. This chapter climbs to a faster kernel in six
 rungs, one change each. One of them brings most of the gain, and not for the reason for which it was
-written: how we find that out is the heart of the chapter.
+written.
 
 You will learn
 
@@ -127,8 +127,7 @@ lab.sketch(
 # %%
 # The kernel of :doc:`/chapters/attention_fast`, here called *plain Triton*, puts two
 # :term:`programs <program>` on an SM, so that one can use the :term:`matmul units <matrix unit>`
-# while the other computes exponentials. But who uses them when is left to the SM. Can a kernel do
-# better if it decides?
+# while the other computes exponentials. But who uses them when is left to the SM.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -206,7 +205,7 @@ lab.sketch(
 
 # %%
 # One consumer alone saves a third of its time. But the kernel has two, and while one weighs, the
-# other's matmuls can run in either order. So does the order matter? The ladder will tell.
+# other's matmuls can run in either order.
 #
 # The rescaling comes after the sum, because :math:`p_{i-1}` was computed with the old maximum. In
 # PyTorch, from the last tile of keys to the first (a causal mask then cuts only the first of them):
@@ -1036,22 +1035,14 @@ lab.attempt(
 # %%
 
 # Reading
-large = {
-    mask: [
-        str(number)
-        for number, name in enumerate(LADDER, 1)
-        if gain(name, mask) > 1.5 * SCATTER
-    ]
+most = {
+    mask: max((gain(name, mask), number) for number, name in enumerate(LADDER, 1))
     for mask in ("full", "causal")
 }
+full_most, causal_most = (f"{number} ({100 * g:.0f} %)" for g, number in most.values())
 lab.read(
-    (
-        f"Without a mask, only rung {large['full'][0]} gains much, and with a causal one rungs "
-        f"{' and '.join(large['causal'])} do. "
-        if (len(large["full"]), len(large["causal"])) == (1, 2)
-        else ""
-    )
-    + f'Below, "no difference" means less than {100 * SCATTER:.0f} %, because two timings of '
+    f"Without a mask, rung {full_most} gains most, and with a causal one rung {causal_most}. "
+    f'Below, "no difference" means less than {100 * SCATTER:.0f} %, because two timings of '
     "one kernel are closer (the section on speed)."
 )
 
@@ -1312,7 +1303,7 @@ lab.read(
     f"{max(late, default=nan):.0f} cycles after its matmul ends there.) "
     + (
         "**So roles alone gain nothing,** because in each tile a consumer stands in line for the "
-        "units twice, each time with a single matmul."
+        "units twice."
         if gain("two roles", "full") < SCATTER
         else ""
     )
@@ -1377,7 +1368,7 @@ lab.read(
     (
         f"**They do not.** All {OF_THREAD} exponentials of a thread, for its weights and for the "
         "factors of two rows, stand behind both waits, because the assembler has moved the second "
-        "up. A consumer stops until both of its matmuls have ended, and only then weighs. So this "
+        "up. A consumer stops until both matmuls have ended, then weighs. So this "
         "is not why the kernel is faster. What does run beside the exponentials?"
     )
     if planned == 0
@@ -1417,7 +1408,7 @@ lab.read(
 # Rung 3: a branch
 # ----------------
 #
-# Would the overlap that we planned gain even more? This rung forces it. **The change:** a branch
+# Would the planned overlap gain even more? **The change:** a branch
 # before the wait for the sum, because the assembler does not move the wait across one.
 # **Expected:** a gain, because a consumer now computes exponentials during its own sum, too.
 
@@ -1434,7 +1425,8 @@ lab.read(
     )
     + f"Removing the branch from the last rung {of_both('without the branch', 'turns')}"
     + (
-        ", so **forcing the order gains nothing.**"
+        ", so **forcing the order gains nothing.** Later rungs keep the branch only as "
+        "they keep every switch."
         if abs(gain("without the branch", "full", "turns")) < SCATTER
         else "."
     )
@@ -1463,9 +1455,9 @@ lab.read(
     "The overlap is there: a consumer that has weighed waits for its sum for only "
     f"{mean_cycles(traced.rows, 'no turns', 'weighed', 'sum'):.0f} cycles more. "
     + (
-        f"But weighing now takes {weighs_ahead:,.0f} cycles, and on rung 1 it took "
-        f"{weighs_in_order:,.0f}, with the rescaling. **So slower weighing takes back a part of "
-        "what the overlap saves.**"
+        f"But weighing alone now takes {weighs_ahead:,.0f} cycles; on rung 1, weighing and "
+        f"rescaling together took {weighs_in_order:,.0f}. **So slower weighing takes back a part "
+        "of what the overlap saves.**"
         if weighs_ahead > weighs_in_order
         else f"Weighing takes {weighs_ahead:,.0f} cycles."
     )
@@ -1497,7 +1489,7 @@ Shown(f"{compiled.html}{unmasked.html}", f"{compiled.plain}\n\n{unmasked.plain}"
 # Three things could make rung 2 faster than rung 1: a consumer's exponentials run during its own
 # sum, the two consumers alternate, or a consumer stops less often. Three rungs tell them apart,
 # here without a mask ("both away" is the share of a consumer's time away from its matmuls in which
-# the other is away, too):
+# the other is away, too; "stops" leaves out waits shorter than 100 cycles):
 
 
 def stops(version):
@@ -1537,41 +1529,36 @@ lab.table(
 stopping = [row["stops per tile"] for row in reasons.values()]
 between = abs(gain("sums in threads", "full", "scores ahead"))
 only_stops = stopping == [2, 1, 1] and between < SCATTER < gain("scores ahead", "full")
+one_switch = abs(gain("without the branch", "full", "turns"))
+saves_shuffles = compiled_to("sums in threads", "shuffles") < compiled_to(
+    "one loop", "shuffles"
+)
+took_2, took_5 = (cycles_a_tile(traced.rows, v) for v in ("scores ahead", "no turns"))
+idle_2, idle_5 = (
+    100 * idle_units(traced.rows, v) for v in ("scores ahead", "no turns")
+)
 lab.read(
     (
         "**Only the stops go with the speed.** Rungs 2 and 5 differ in both other columns and are "
         f"equally fast, {100 * between:.1f} % apart. "
         + (
-            "And rung 5 is faster than rung 1, although its consumers are away at the same time "
-            "as often."
-            if reasons["no turns"]["both away, %"]
-            >= reasons["two roles"]["both away, %"]
+            "Rung 5 has fewer shuffles, too, but the last rung with and without its branch, a "
+            f"single switch, is {100 * one_switch:.1f} % apart. "
+            if one_switch < SCATTER
+            and saves_shuffles
+            and compiled_to("without the branch", BEFORE) == 0
+            else ""
+        )
+        + (
+            f"(Stamps slow rungs differently: with them, rungs 2 and 5 take {took_2:,.0f} and "
+            f"{took_5:,.0f} cycles per tile, with idle units for {idle_2:.0f} and {idle_5:.0f} %.)"
+            if took_2 / took_5 - 1 > between + SCATTER
             else ""
         )
     )
     if only_stops
     else f"A consumer stops {stopping[0] if stopping else nan} times per tile on rung 1."
 )
-
-# %%
-
-# Drawing
-REASON = (
-    "What makes it faster",
-    "A consumer stops once per tile instead of twice. It hands two matmuls to the units at a time, "
-    "so they have work for twice as long while the other consumer weighs. Beside whose "
-    "exponentials a matmul runs matters little.",
-)
-
-
-def boxed(title, text):
-    """A box like that of the key idea."""
-    name = f'<p class="admonition-title">{title}</p>'
-    html = f'<div class="kb-key admonition">{name}<p>{text}</p></div>'
-    return show(Markdown(html, f"{title}. {text}", f"**{title}**\n\n{text}"))
-
-
-boxed(*REASON) if only_stops else None
 
 # %%
 # Is one stop fewer enough for such a gain? A model tells: two consumers stand in line for the
@@ -1590,8 +1577,7 @@ def cycles_per_tile(requests, tiles=10_000):
 
 
 # %%
-# Rung 1's timeline gives the two pauses, after the scores and after the sum. For rung 2 we keep
-# them, and only make one request of two:
+# Rung 1's timeline gives the two pauses. For rung 2 we keep them, and make one request of two:
 
 after_scores, after_sum = pauses(traced.rows)
 REQUESTS = {
@@ -1632,11 +1618,34 @@ lab.read(
 )
 
 # %%
+
+# Drawing
+own = [sum(map(sum, requests)) for requests in REQUESTS.values()]
+in_line = [m - o for m, o in zip(modelled.values(), own, strict=True)]
+REASON = (
+    "What makes it faster",
+    "A consumer stops once per tile instead of twice. In the model, its own work takes "
+    f"{own[0]:,.0f} cycles on both rungs; the other {in_line[0]:,.0f} of rung 1 it stands in line. "
+    "With one request per tile nobody stands in line. It matters little whose exponentials run "
+    "meanwhile.",
+)
+
+
+def boxed(title, text):
+    """A box like that of the key idea."""
+    name = f'<p class="admonition-title">{title}</p>'
+    html = f'<div class="kb-key admonition">{name}<p>{text}</p></div>'
+    return show(Markdown(html, f"{title}. {text}", f"**{title}**\n\n{text}"))
+
+
+boxed(*REASON) if only_stops and in_line[1] < 1 < in_line[0] else None
+
+# %%
 # Rungs 4 to 6: small changes
 # ---------------------------
 #
-# Why did rung 2 gain so little with a causal mask? Rung 4 answers that, and the other two remove
-# what might still delay a consumer:
+# Rung 4 mends what rung 2 cost with a causal mask, and the other two remove what might still delay
+# a consumer:
 #
 # - **Rung 4, one loop.** The mask cuts the first tiles of keys, which so far had a loop of their
 #   own. Since rung 2 the weights go from iteration to iteration, and with two loops Triton took
@@ -1708,8 +1717,8 @@ no_effect = all(abs(gain("turns", mask)) < SCATTER for mask in ("full", "causal"
 lab.read(
     (
         "**One loop pays with a causal mask:** "
-        f"all {compiled_to('scores ahead', 'permutations'):.0f} `PRMT` that rung 2 brought are "
-        "gone. "
+        f"all {compiled_to('scores ahead', 'permutations'):.0f} `PRMT` are gone that came with "
+        f"rung 2, which gained {100 * gain('scores ahead', 'causal'):.0f} % there. "
         if expected_there
         and compiled_to("two roles", "permutations")
         == compiled_to("one loop", "permutations")
@@ -1750,8 +1759,6 @@ lab.draw(
 #        [4, 1],  # warps of the second role and the third; the first has 4, too
 #        [240, 24],  # and registers of each of their threads
 #    )
-#
-# The last rung with and without it:
 
 
 def with_registers(name, registers):
@@ -1848,18 +1855,28 @@ lab.sketch(
 # %%
 
 # Reading
-kept = [
-    f"{100 * gain('Kernel Book', mask, 'turns'):+.1f} %" for mask in ("full", "causal")
-]
+beside = {
+    way: sorted(100 * gain(way, mask, "turns") for mask in ("full", "causal"))
+    for way in ("a program per tile", "Kernel Book")
+}
+
+
+def from_to(low, high, digits):
+    low, high = f"{low:.{digits}f}", f"{high:.{digits}f}"
+    return low if low == high else f"{low} to {high}"
+
+
 lab.read(
     "**Measured,** against the package's kernel with one program per tile of queries: without "
     f"a mask, persistence {verdict(gain('persistent', 'full', 'a program per tile'))}. With a "
     f"causal mask it {verdict(gain('persistent', 'causal', 'a program per tile'))} as on the left, "
     f"and {verdict(gain('Kernel Book', 'causal', 'a program per tile'))} in pairs. "
     + (
-        "That kernel starts behind the last rung, so beside it "
-        f"{kept[0]} and {kept[1]} are left. It reaches "
-        if all(gain("a program per tile", m, "turns") < 0 for m in ("full", "causal"))
+        "With one program per tile it is "
+        f"{from_to(*(-slower for slower in beside['a program per tile'][::-1]), 0)} % slower than "
+        f"rung 6; persistent, it is {from_to(*beside['Kernel Book'], 1)} % faster with either "
+        f"mask{', less than scatter' * (beside['Kernel Book'][1] < 100 * SCATTER)}. It reaches "
+        if beside["a program per tile"][1] < 0 < beside["Kernel Book"][0]
         else "It reaches "
     )
     + f"**{100 * steps.share('Kernel Book', mask='full'):.0f} % of cuBLAS without a mask and "
@@ -1880,9 +1897,8 @@ lab.table(
 #
 # What keeps the kernel from 100 %? The units are never idle if a consumer comes back in time. On
 # the last rung it has, from its scores on, the 512 cycles of its own sum and the 1,024 of the
-# other's matmuls, so 1,536. To see whether its work is too much for that, we count six kinds of
-# instruction with which it weighs and rescales, and divide by the rate at which an SM executes
-# each.
+# other's matmuls, so 1,536. Is its work too much for that? We count six kinds of instruction with
+# which it weighs and rescales, and divide by the rate of an SM for each.
 
 
 # Measuring
@@ -1925,13 +1941,16 @@ work
 busy = {row["instruction"]: row["cycles of an SM"] for row in work.rows}
 counted = sum(busy.values()) / 2  # of both consumers, of whom one is meant
 weighing = mean_cycles(traced.rows, "turns", "scores", "weighed")
-contended = both_at(traced.rows, "turns", [("scores", "weighed")])
+for_sum = mean_cycles(traced.rows, "turns", "weighed", "sum")
+contended = both_at(earliest, "turns", away("turns"))
 comes_back = by_version["turns"] - mean_cycles(traced.rows, "turns", "begins", "scores")
 in_cycles = {
     "has, so that the units are never idle": ideal - ideal / 4,
     "needs for the counted instructions, at their rates": counted,
     "takes until its next issue, as traced": comes_back,
-    "takes to weigh, as traced": weighing,
+    "of these, to weigh": weighing,
+    "to wait for its sum": for_sum,
+    "to rescale and begin anew, with stamps": comes_back - weighing - for_sum,
 }
 lab.table(
     [
@@ -1946,12 +1965,10 @@ lab.table(
 # %%
 
 # Reading
-shared = counted / (1 - contended / 2)
+shared, spent = counted / (1 - contended / 2), comes_back - for_sum
 lab.read(
     "**A consumer comes back too late,** so the units are idle for "
-    f"{100 * idle_units(traced.rows, 'turns'):.0f} % of the time. (That is of the cycles of a "
-    f"traced kernel; the {100 * steps.share('turns', mask='full'):.0f} % of the ladder are of the "
-    "speed of cuBLAS.) "
+    f"{100 * idle_units(traced.rows, 'turns'):.0f} % of a traced kernel's time. "
     + (
         "The loader is not to blame, because it asks for keys more than a whole tile's time before "
         "a consumer needs them. "
@@ -1960,10 +1977,10 @@ lab.read(
         "consumer needs them. "
     )
     + (
-        "Nor are the counted instructions: even if the two consumers share the rates while both "
-        f"weigh, which they do for {100 * contended:.0f} % of it, the instructions need "
-        f"{shared:,.0f} cycles. Why weighing takes {weighing:,.0f} is **an open question**."
-        if shared < weighing
+        "Nor are the counted instructions: even at half the rate while both consumers are away "
+        f"from their matmuls ({100 * contended:.0f} % of such time), they need {shared:,.0f} "
+        f"cycles. Why weighing and rescaling take {spent:,.0f}, with stamps, is **an open question**."
+        if shared < spent
         else ""
     )
 )
@@ -2162,13 +2179,13 @@ launched, other_bits = (
 )
 ended = soaked.rows[0] if soaked.rows else {}
 lab.read(
-    f"Of {launched:,} repeated launches, {other_bits:,} gave other bits"
+    f"Of {launched:,} repeated launches, {other_bits or 'none'} gave different bits"
     + (
         f", and all {ended.get('launches', nan):,} launches of random shapes came to their end. "
         if ended.get("launches") == ended.get("finished")
         else f", and {ended.get('finished', nan):,} launches of random shapes came to their end. "
     )
-    + "Every tenth of these agreed with plain Triton."
+    + "We compared every tenth with plain Triton; all agreed."
 )
 
 # %%
@@ -2407,7 +2424,7 @@ lab.read(
 # and to add the sum when it arrives. But what arrives was weighed with the old maximum.
 #
 # **Forgetting the end.** The scores run one tile ahead, so after the loop one sum is still missing.
-# Neither raises an error or leaves a NaN; only a comparison shows them:
+# Neither raises an error; only a comparison shows them:
 
 
 def with_mistake(q, k, v, mistake):
@@ -2437,14 +2454,14 @@ lab.table(rows, "Error of the whole, relative to its size")
 # In short
 # --------
 #
-# - **Why the loop is faster:** a consumer hands two matmuls to the units at a time, so it stops
-#   once per tile instead of twice. Beside whose exponentials they run matters little.
+# - **Why the loop is faster:** a consumer stops once per tile instead of twice, so it hardly stands
+#   in line for the units. It matters little whose exponentials run meanwhile.
 # - **What pays:** scores one tile ahead; with a causal mask, one loop. Sums in threads and
 #   persistent programs, with a causal mask in pairs, add a little.
 # - **What roles need:** the loader's registers, handed to the consumers.
 # - **What does not pay:** roles alone, an order forced on the assembler, and turns.
 # - **Beside libraries:** ahead at short lengths, mostly, and behind at the longest.
-# - **Open:** why weighing takes longer than its instructions.
+# - **Open:** why weighing and rescaling take longer than their instructions.
 #
 # :doc:`/chapters/attention_hopper_backward` gives the warps of the backward pass roles, too.
 #
