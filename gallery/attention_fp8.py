@@ -261,8 +261,7 @@ def round_to_8_bits(x, dtype, dims):
 
 # %%
 # **Each head has its own descale**, because heads may differ in size. We try three, each a thousand
-# times smaller than the one before. The orange ticks are the numbers of e4m3, the heights are
-# shares of a head's elements, and what is left of the dashed line becomes zero:
+# times smaller than the one before.
 
 # Folded: The error of each head, both ways
 
@@ -283,6 +282,8 @@ assert torch.equal(theirs.float(), stored.float())
 lab.table(rows, "Error of what is stored, root mean square, e4m3")
 
 # %%
+# The orange ticks are the numbers of e4m3, the heights are shares of a head's elements, and what is
+# left of the dashed line becomes zero:
 
 
 # Drawing
@@ -421,7 +422,8 @@ lab.read(
 # matmul sums over one dimension of both operands, the *contracted* dimension: in :math:`QK^\top`
 # over head_dim, in :math:`PV` over the keys. Hopper reads the second operand from :term:`shared
 # memory`, where the elements of one dimension are neighbours, called *contiguous*. With 16 bits
-# either dimension may be contiguous. With 8 bits it has to be the contracted one.
+# either dimension may be contiguous. With 8 bits it has to be the contracted one, because the
+# instruction has a flag to transpose for 16-bit types only.
 #
 # .. image:: /figures/attention-fp8-layout.svg
 #    :alt: Three matrices in shared memory, with an arrow along the dimension that is contiguous and
@@ -429,8 +431,7 @@ lab.read(
 #          lies: contiguous is head_dim, contracted are the keys, it does not fit. V transposed:
 #          both are keys, it fits.
 #
-# **With the wrong layout** the compiler rearranges every tile before the instruction can read it. A
-# matmul alone, outside attention, shows the cost:
+# **With the wrong layout** the compiler rearranges every tile before the instruction can read it.
 
 # Measuring
 import triton
@@ -525,6 +526,9 @@ emitted = lab.measure("Instructions per tile, and a matmul of size 4,096", instr
 emitted
 
 # %%
+# A matmul alone, outside attention, shows the cost:
+
+# %%
 lab.table(
     [
         {
@@ -577,8 +581,7 @@ lab.read(
 # and be stored as 448.
 #
 # In language models one key is often far ahead of the others (Xiao and others, 2023). We compute
-# such a case in float64: 4,096 normal scores of deviation 0.5, and one (the arrow) ahead of all
-# others by 6. The values are random, around 0 or around 1:
+# such a case in float64, with random values around 0 or around 1.
 
 
 # Measuring
@@ -627,6 +630,7 @@ lab.table(
 )
 
 # %%
+# 4,096 normal scores have deviation 0.5, and one (the arrow) is ahead of all others by 6:
 
 
 # Drawing
@@ -714,7 +718,8 @@ lab.read(
 # In the figure larger bits are further left, as in a written number. All terms are about 1. In
 # its line “4,096”, on the left, the sum of so many terms has grown to :math:`2^{12}` and keeps bits
 # down to :math:`2^{-1}` (grey). The next term, a product of two numbers of 4 bits, has up to 7,
-# from :math:`2^0` to :math:`2^{-6}`, and only the first two count.
+# from :math:`2^0` to :math:`2^{-6}`, and only the first two count. On the right no sum grows beyond
+# 128 terms, :math:`2^7`, so all seven bits fit.
 
 
 # Drawing
@@ -1163,19 +1168,19 @@ lab.source(fp8.add_values)
 # - The *truth* is attention in float64 of the *stored* values.
 # - The *yardstick* is float64, too, with only the weights rounded as in the kernel.
 # - The output may err twice as much as the yardstick.
-# - lse may err by :math:`2^{-12}` of itself, because the matrix unit cuts the terms of a score 13
-#   places below the largest.
-#
-# Each head is compared on its own, because a wrong head could hide behind a larger one. An input's
-# name lists batch, heads, heads of keys, queries, keys and head_dim:
+# - With q and k in 8 bits, lse may err by :math:`2^{-12}` of itself, because the matrix unit cuts
+#   the terms of a score 13 places below the largest; with only V in 8 bits, by eight roundings to
+#   float32.
 #
 # .. dropdown:: More on tolerances
 #
 #    The output may err twice as much as the yardstick because it is rounded to 16 bits, too, and
 #    because a weight may fall on the other side of a boundary. Rounding the weights does not affect
-#    lse, so its yardstick is one rounding to float32, and with q and k in 16 bits it may err eight
-#    times as much. With 8-bit q and k we allow twice the cut of the matrix unit, which is
-#    :math:`2^{-12}` of lse (2.4e-04).
+#    lse, so its yardstick is one rounding to float32. With 8-bit q and k we allow twice the cut of
+#    the matrix unit.
+#
+# Each head is compared on its own, because a wrong head could hide behind a larger one. An input's
+# name lists batch, heads, heads of keys, queries, keys and head_dim:
 
 
 # Measuring
@@ -1406,10 +1411,43 @@ lab.read(
 # %%
 
 # Reading
+
+
+def beside(error, part):
+    """What is left of an error without one of its parts: independent errors add by squares."""
+    return math.sqrt(max(error**2 - part**2, 0)) if error == error else nan
+
+
+def of_values(data):
+    return beside(in_all("V in e4m3", data), in_all("V in e4m3", data, "kernel"))
+
+
+def of_scores(data):
+    return beside(in_all("all in e4m3", data), in_all("V in e4m3", data))
+
+
+fewer, more = in_all("V in e4m3", "outliers"), in_all("V in e4m3", "normal")
 lab.read(
-    "**Why whole percents, where promotion left tenths?** These values lie around 0. There most "
-    "of them cancel in the output, and their errors cancel no better. Around 1 only the errors "
-    "cancel. So with 4,096 keys, rounding the weights alone costs "
+    "Independent errors add by their squares. On normal data, rounding the weights makes "
+    f"{in_all('V in e4m3', 'normal', 'kernel'):.1f} %, V {of_values('normal'):.1f} %, and q and k "
+    f"{of_scores('normal'):.1f} % together. With outliers, whose scores are larger, they make "
+    f"{in_all('V in e4m3', 'outliers', 'kernel'):.1f}, {of_values('outliers'):.1f} and "
+    f"{of_scores('outliers'):.1f} %"
+    + (
+        f", so with V alone in 8 bits outliers err less, by {fewer:.1f} % instead of {more:.1f} %."
+        if fewer < more
+        else "."
+    )
+)
+
+# %%
+
+# Reading
+lab.read(
+    "**Why whole percents, where promotion left tenths?** These values lie around 0. With "
+    "n equal weights, output and error there both shrink as 1/√n, so their ratio stays. Around 1 "
+    "the output stays 1, and only the error shrinks. So with 4,096 keys, rounding the weights "
+    "alone costs "
     f"{sum_error(0, 4096, 'rounding alone'):.1f} % around 0, and "
     f"{sum_error(1, 4096, 'rounding alone'):.1f} % around 1."
 )
@@ -1479,33 +1517,6 @@ lab.table(
     parts,
     f"Error if one thing is rounded; queries of which one key has more than {one_key} of the "
     "weight, and their part of the squared error that comes from q and k",
-)
-
-# %%
-
-# Folded: Which part of the error comes from what
-
-
-def beside(error, part):
-    """What is left of an error without one of its parts: independent errors add by squares."""
-    return math.sqrt(max(error**2 - part**2, 0)) if error == error else nan
-
-
-def of_values(data):
-    return beside(in_all("V in e4m3", data), in_all("V in e4m3", data, "kernel"))
-
-
-def of_scores(data):
-    return beside(in_all("all in e4m3", data), in_all("V in e4m3", data))
-
-
-lab.read(
-    "Independent errors add by their squares. On normal data, rounding the weights makes "
-    f"{in_all('V in e4m3', 'normal', 'kernel'):.1f} %, V {of_values('normal'):.1f} %, and q and k "
-    f"{of_scores('normal'):.1f} % together: the root of the sum of their squares is the "
-    f"{in_all('all in e4m3', 'normal'):.1f} % of the figure. With outliers, whose scores are "
-    f"larger, they make {in_all('V in e4m3', 'outliers', 'kernel'):.1f}, "
-    f"{of_values('outliers'):.1f} and {of_scores('outliers'):.1f} %."
 )
 
 # %%
@@ -1695,9 +1706,7 @@ lab.read(
 # **Why is that less than the matmul gained?** Because every score also needs an exponential, a
 # maximum, a sum, a scaling and a conversion, by other units, which gain nothing from 8 bits. In a
 # cycle an :term:`SM` does 4,096 operations of a matmul with 16 bits or 8,192 with 8, but 16
-# exponentials with either. We count the cycles of a tile of 64 queries and 128 keys, with head_dim
-# 128; those of all else come from the machine code of a loop in 8 bits, and we assume as many for
-# 16:
+# exponentials with either.
 
 # %%
 
@@ -1755,6 +1764,8 @@ work = lab.attempt(
 work
 
 # %%
+# We count the cycles of a tile of 64 queries and 128 keys, with head_dim 128; those of all else
+# come from the machine code of a loop in 8 bits, and we assume as many for 16:
 
 
 # Drawing
@@ -1850,21 +1861,32 @@ lab.table(
             in_8 / plain_16,
         ),
         row_of_shares(
-            "measured, 16 bits for Hopper", in_16 / slow, in_8 / fast, in_8 / in_16
+            "measured, 16 bits: Hopper kernel, 8 bits: plain Triton",
+            in_16 / slow,
+            in_8 / fast,
+            in_8 / in_16,
         ),
     ],
-    "Speed of attention as a share of its own matmul, and gain from 16 to 8 bits",
+    "Speed of attention as a share of its matmul (counted: by the matrix unit's cycles; measured: "
+    "by cuBLAS, size 8,192), and gain from 16 to 8 bits",
 )
 
 # %%
 
 # Reading
+at_top = f"{100 * speed.share('Kernel Book bf16', **point):.0f}"
+other_matmul = (
+    ""
+    if at_top in (f"{100 * in_16 / slow:.0f}", "nan")
+    else f" (the {at_top} at the top of the page are of a matmul timed beside it)"
+)
 lab.read(
     (
         "In 16 bits the matmuls take longest, so everything else can hide behind them, and our "
-        f"fastest kernel reaches {100 * in_16 / slow:.0f} % of its matmul. In 8 bits they take "
+        f"fastest kernel reaches {100 * in_16 / slow:.0f} % of its matmul{other_matmul}. In 8 bits "
+        "they take "
         "half as long, and all else as long as before. **Now all else takes longest, so attention "
-        f"keeps only {100 * in_8 / fast:.0f} % of its matmul**"
+        f"keeps only {in_8:,.0f} / {fast:,.0f} = {100 * in_8 / fast:.0f} % of its matmul**"
         if of_two_matmuls < all_else <= 2 * of_two_matmuls
         and in_8 / fast < in_16 / slow
         else f"In 16 bits our fastest kernel reaches {100 * in_16 / slow:.0f} % of its matmul, and "
@@ -1881,8 +1903,9 @@ at_64 = {"head_dim": 64, "mask": "full", "seqlen": 16384}
 of_64 = speed.rate("all in FP8", **at_64) / speed.rate("Kernel Book bf16", **at_64)
 lab.read(
     (
-        f"It keeps more than the {100 * of_two_matmuls / all_else:.0f} % of the count, so the "
-        "other units must overlap among themselves, as those for exponentials and sums can. "
+        f"The count's {100 * of_two_matmuls / all_else:.0f} % is of the matrix unit's cycle rate, "
+        f"for a loop in Gluon, but the measured {100 * in_8 / fast:.0f} % is of cuBLAS's speed, in "
+        "plain Triton. Besides, the other units may overlap among themselves. "
         if in_8 / fast > of_two_matmuls / all_else
         else ""
     )
@@ -2280,7 +2303,8 @@ lab.read(
     + (
         "We keep the number of all tokens the same. So quantising should cost the same at each "
         "length, while what FP8 saves grows with it, and FP8 should begin to pay at about "
-        f"{round(begin, -2):,.0f} keys. A causal mask saves half, so it should take twice as many."
+        f"{round(begin, -2):,.0f} keys. With a causal mask "
+        "there is half as much work, so FP8 saves half as much and needs twice as many."
         if not saved <= 0
         else "At length 4,096 FP8 saves no time of attention that could pay for this."
     )
@@ -2393,6 +2417,8 @@ def crossing(mask):
 
 
 crossings = {mask: crossing(mask) for mask in ("full", "causal")}
+missed = {mask: abs(crossings[mask] / expected[mask] - 1) for mask in expected}
+sooner = crossings["causal"] < expected["causal"]
 met = all(begins(mask)[0] < expected[mask] <= begins(mask)[1] for mask in expected)
 added = {
     (mask, n): whole.milliseconds_at("quantize + FP8", mask=mask, seqlen=n)
@@ -2419,17 +2445,21 @@ in_operations = max(
 )
 lab.read(
     f"**FP8 with `quantize` begins to pay {in_words('full')} keys with a full mask, and "
-    f"{in_words('causal')} with a causal one**, "
-    f"{'as' if met else 'not as'} predicted from the parts"
+    f"{in_words('causal')} with a causal one**"
     + (
-        ": the straight lines of the figure cross 1 at about "
-        f"{round(crossings['full'], -2):,.0f} and {round(crossings['causal'], -2):,.0f} keys; "
-        "predicted were "
+        ". The straight lines of the figure cross 1 at about "
+        f"{round(crossings['full'], -2):,.0f} and {round(crossings['causal'], -2):,.0f} keys, "
+        f"{'close to' if max(missed.values()) < 0.2 else 'far from'} the predicted "
         f"{round(expected['full'], -2):,.0f} and {round(expected['causal'], -2):,.0f}"
+        + (
+            f", though the causal case pays {'sooner' if sooner else 'later'}"
+            if missed["full"] < 0.1 < missed["causal"]
+            else ""
+        )
         if all(
             x == x and x < math.inf for x in (*crossings.values(), *expected.values())
         )
-        else ""
+        else f", {'as' if met else 'not as'} predicted from the parts"
     )
     + ". With uncompiled PyTorch operations it "
     + (
@@ -2643,7 +2673,17 @@ lab.read(f"`backward` raises: `{said(lambda: attention(q, k, v).sum().backward()
 #
 # Eight bits pay in long sequences. They do not double the speed, because only the matmuls get
 # faster, and then the rest takes longest. The error is a few percent on normal data, and more with
-# outliers. V alone errs less, but hardly gains speed. The kernel needs four changes:
+# outliers.
+
+# %%
+
+# Reading
+errs = in_all("V in e4m3", "normal") < in_all("all in e4m3", "normal")
+gains_speed = "gains no speed" if best_of_v < 1.02 else "gains some speed"
+lab.read(
+    f"V alone errs {'less, but' if errs else 'no less, and'} {gains_speed}. The kernel needs four "
+    "changes:"
+)
 
 # %%
 without, with_it = ("error with 2^0", "error with 2^8")
