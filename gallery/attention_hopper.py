@@ -1979,7 +1979,8 @@ lab.read(
     + (
         "Nor are the counted instructions: even at half the rate while both consumers are away "
         f"from their matmuls ({100 * contended:.0f} % of such time), they need {shared:,.0f} "
-        f"cycles. Why weighing and rescaling take {spent:,.0f}, with stamps, is **an open question**."
+        f"cycles. Why weighing and rescaling take {spent:,.0f}, with stamps, is **an open "
+        "question**."
         if shared < spent
         else ""
     )
