@@ -672,7 +672,7 @@ lab.sketch(
 # %%
 
 # Reading
-even, wide = rows[0], rows[2]
+even = rows[0]
 lab.read(
     "As they are, nearly all of these weights become zero. The output is off by "
     f"{far['around 0']['error with 2^0']} where values are around 0, because what is lost mostly "
@@ -690,11 +690,8 @@ lab.read(
 # Reading
 assert even["lost with 2^0"] == "0 %"
 lab.read(
-    "**Where no key is ahead, the factor matters less.** The same scores without it lose no "
-    f"weight, and values around 0 are off by {even['error with 2^0']} without the factor and by "
-    f"{even['error with 2^8']} with it. With deviation 4, {wide['lost with 2^8']} of the weights "
-    "are lost even times 2⁸, but they weighed so little that the error is "
-    f"{wide['error with 2^8']}."
+    "**Where no key is ahead, the factor matters less:** without that key, values around 0 are "
+    f"off by {even['error with 2^0']} without the factor and by {even['error with 2^8']} with it."
 )
 
 # %%
@@ -1135,9 +1132,9 @@ lab.source(fp8.attend_fp8, "weigh", "accumulate", "score")
 lab.source(forward.weigh, "rescale")
 
 # %%
-# V is stored with its keys contiguous, so its tile is loaded as (head_dim, keys), and ``.T`` only
-# says which dimension is which. ``add_values`` rounds the weights: on a GPU, ``to_e4m3(p, ...)`` is
-# ``p.to(tl.float8e4nv)``, Triton's name of e4m3. If ``PROMOTED``, the matmul sums one tile only.
+# A tile of V is loaded as (head_dim, keys). ``add_values`` rounds the weights: on a GPU,
+# ``to_e4m3(p, ...)`` is ``p.to(tl.float8e4nv)``, Triton's name of e4m3. If ``PROMOTED``, the matmul
+# sums one tile only.
 
 lab.source(fp8.add_values)
 
@@ -1485,8 +1482,7 @@ alone, every_operand = (
 )
 lab.read(
     f"With V alone the error {'does not grow' if max(alone) <= alone[0] else 'grows'}. With q and "
-    f"k in 8 bits, too, it grows {every_operand[-1] / every_operand[0]:.0f} times, which is less "
-    "than 16 in part because an output that follows one key hardly changes when a score does."
+    f"k in 8 bits, too, it grows {every_operand[-1] / every_operand[0]:.0f} times."
 )
 
 # %%
@@ -1962,9 +1958,8 @@ lab.facts(
 )
 
 # %%
-# **Roles hardly pay in 8 bits.** Our fastest kernel in 16 bits gives its :term:`warps <warp>`
-# *roles*: some only load tiles, others only compute. We built such a kernel in 8 bits, too, in
-# :term:`Gluon`; its folds are for readers of :doc:`/chapters/attention_hopper`.
+# Our fastest kernel in 16 bits gives its :term:`warps <warp>` roles: some only load tiles, others
+# only compute (:doc:`/chapters/attention_hopper`). The folds have such a kernel in 8 bits.
 
 # Folded: Its speed in numbers, and where the package runs it
 rows, ratios = [], {}
@@ -2000,12 +1995,11 @@ lab.read(
 # Reading
 best_ratio = max(ratios, key=ratios.get)
 lab.read(
-    f"At best it is {ratios[best_ratio]:.2f} times as fast as the plain kernel, with head_dim "
-    f"{best_ratio[0]}, a {best_ratio[1]} mask and {best_ratio[2]:,} keys. "
+    f"**Roles hardly pay in 8 bits**, at best {ratios[best_ratio]:.2f} times"
     + (
-        "Roles hide other work behind the matmuls, and in 8 bits those are too short to hide it."
+        ": they hide other work behind the matmuls, which are too short for that in 8 bits."
         if of_two_matmuls < all_else and ratios[best_ratio] < 1.15
-        else ""
+        else "."
     )
 )
 

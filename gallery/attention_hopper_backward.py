@@ -2385,9 +2385,8 @@ lab.read(
 )
 
 # %%
-# In the forward pass (:doc:`/chapters/attention_hopper`) consumers need nothing of each other, so
-# one can compute while the other multiplies. Here each needs the dS of the other, for its half of
-# the part.
+# In the forward pass (:doc:`/chapters/attention_hopper`) one consumer can compute while the other
+# multiplies. Here each needs the dS of the other.
 
 # %%
 
@@ -2665,8 +2664,7 @@ lab.read(
 # Reading
 lab.read(
     f"**Any order is rarely faster in this package:** at {verdicts[1]['faster']} of "
-    f"{len(at_points)} points, and slower at {verdicts[1]['slower']}. An order also saves work: "
-    "the program of the first keys writes its part, so no sum has to be set to zero before."
+    f"{len(at_points)} points, and slower at {verdicts[1]['slower']}."
     if speed.rows
     else f"{nan}"
 )

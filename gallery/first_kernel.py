@@ -1767,13 +1767,10 @@ for dtype in (tl.float16, tl.float32):
 # copy on a large matrix. A finished operator adds a loop for long rows, a proven divisor for odd
 # ones, a hint to L2, and fewer partial sums.
 #
-# How were these times taken, and would yours be the same? That is the question of the next chapter,
-# :doc:`/chapters/measuring`.
+# How were these times taken, and would yours be the same? :doc:`/chapters/measuring` asks that.
 #
 # Puzzles
 # -------
-#
-# Each takes a kernel of about ten lines and an ``assert``.
 #
 # **1.** Add two vectors of 10 elements, in blocks of 4.
 
