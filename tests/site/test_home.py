@@ -51,6 +51,8 @@ def work(chapter, name, point):
 def percent(chapter, name, provider, where):
     """A provider's share of the limit, from its recorded median."""
     sweep = RECORDS[chapter]["sweeps"][name]
+    if provider == sweep["limit"]:
+        return 100
     [(number, point)] = [
         (number, point)
         for number, point in enumerate(sweep["points"])
