@@ -2794,9 +2794,14 @@ lab.read(
 # What breaks it
 # --------------
 #
-# **To start from the wrong end.** If program ids descend with the keys, and a head has more tiles
+# **Starting from the wrong end.** If program ids descend with the keys, and a head has more tiles
 # of keys than there are SMs, those that run wait for one that cannot start, and the kernel never
-# returns. The simulation shows it without a GPU:
+# returns. The simulation shows it:
+
+started_wrong = {"n_tiles": 8, "n_heads": 3, "n_sms": 4, "is_causal": False, "backwards": True}
+assert not simulate(**started_wrong)  # it stands still
+
+# %%
 
 # Measuring
 rows = []
