@@ -1837,7 +1837,7 @@ def counted_as(how, combine):
 def row_of_shares(how, of_16, of_8, gained):
     shares = (f"{100 * share:.0f} %" for share in (of_16, of_8))
     row = dict(zip(("16 bits", "8 bits"), shares, strict=True))
-    return {"": how} | row | {"gain": f"{gained:.2f} ×"}
+    return {"how": how} | row | {"gain": f"{gained:.2f} ×"}
 
 
 lab.table(
