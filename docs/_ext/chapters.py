@@ -759,16 +759,21 @@ def opening_bars(stem):
     if record is None or stem not in CHAPTERS:
         return None
     bars, limit = bars_of(record)
-    scale = max(100 if limit else 0, *(number for _, number in bars))
+    gpu = escape(record["provenance"]["gpu"])
+    shown = escape(pictured_input(record))
+    unit = f"100 is the speed of {limit}" if limit else "The numbers are microseconds"
+    caption = f"{shown[0].upper()}{shown[1:]}, {gpu}. {unit}."
+    return bars_in_type(bars, caption, 100 if limit else 0)
+
+
+def bars_in_type(bars, caption, least):
+    """Bars in a page's own type; a full line is the longest number, and at least ``least``."""
+    scale = max(least, *(number for _, number in bars))
     rows = "".join(
         f'<li><span>{in_print(label)}</span> <i style="--share:{number / scale:.3f}"></i>'
         f"<b>{number}</b></li>"
         for label, number in bars
     )
-    gpu = escape(record["provenance"]["gpu"])
-    shown = escape(pictured_input(record))
-    unit = f"100 is the speed of {limit}" if limit else "The numbers are microseconds"
-    caption = f"{shown[0].upper()}{shown[1:]}, {gpu}. {unit}."
     return html(
         f'<figure class="kb-bars"><ul>{rows}</ul><figcaption>{caption}</figcaption></figure>'
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import NamedTuple
 
-from chapters import CHAPTERS, PACE, PARTS, reading_order, reading_time
+from chapters import CHAPTERS, PACE, PARTS, bars_in_type, reading_order, reading_time
 from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx import addnodes
@@ -324,18 +324,11 @@ class Bars(SphinxDirective):
         where = CHAPTERS["softmax"].where | {"dtype": "bfloat16"}
         shares = {name: percents([sweep(record, name)], where) for name in ("ladder", "forward")}
         bars = [(label, shares[name][provider]) for label, (name, provider) in HERO.items()]
-        scale = max(100, *(number for _, number in bars))
-        rows = "".join(
-            f'<li><span>{escape(label)}</span> <i style="--share:{number / scale:.3f}"></i>'
-            f"<b>{number}</b></li>"
-            for label, number in bars
-        )
         shown = pictured_input(record)
         caption = f"{shown[0].upper()}{shown[1:]}, {record['provenance']['gpu']}."
         if library := best(shares["forward"], LIBRARIES):
             caption += f" The fastest library, {library[1]}, reaches {library[0]}."
-        drawn = f"<ul>{rows}</ul><figcaption>{escape(caption)}</figcaption>"
-        return [nodes.raw("", f'<figure class="kb-bars">{drawn}</figure>', format="html")]
+        return [bars_in_type(bars, escape(caption), 100)]
 
 
 # -- what the home page says in numbers ------------------------------------------------------------
