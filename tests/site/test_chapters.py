@@ -379,6 +379,20 @@ def test_build_and_notebook_of_a_good_chapter(build, tmp_path):
     assert about["amount"]["lines of code"] == len(["print", "first cell", *listings])
 
 
+def test_only_what_is_not_folded_takes_time_to_read(build, tmp_path):
+    """More words in a fold change no count, and more words in sight change it by their number."""
+    short, long = "These words are folded.", "These words are folded, and so are five more."
+    counted = []
+    seen = PROSE.replace("Does :math:", "Tell me: does :math:")
+    for chapter in (PROSE, PROSE.replace(short, long), seen):
+        done = build(chapter, record_of())
+        assert done.returncode == 0, done.stdout + done.stderr
+        environment = (tmp_path / "out/.doctrees/environment.pickle").read_bytes()
+        counted.append(pickle.loads(environment).metadata["chapters/trial"]["amount"])
+    assert counted[0] == counted[1]
+    assert counted[2] == counted[0] | {"words": counted[0]["words"] + 2}
+
+
 def test_folds_of_one_result_are_one_fold(build, tmp_path):
     """What measured stands in the fold of its result, or with the fold of its label before it."""
     done = build(FOLDS, record_of(), builder="html")
