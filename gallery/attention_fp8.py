@@ -88,8 +88,8 @@ lab.table(rows, "A matmul of size 8,192")
 
 # Reading
 lab.read(
-    f"**So what is 2 on paper is {fast / slow:.2f} in practice.** How much of it attention "
-    "keeps, we measure once the kernel stands."
+    f"**So what is 2 on paper is {fast / slow:.2f} in practice.** How much of it does attention "
+    "keep?"
 )
 
 # %%
@@ -690,8 +690,8 @@ lab.read(
 # Reading
 assert even["lost with 2^0"] == "0 %"
 lab.read(
-    "**Where no key is ahead, the factor matters less:** without that key, values around 0 are "
-    f"off by {even['error with 2^0']} without the factor and by {even['error with 2^8']} with it."
+    "**Without that key the factor matters less:** around 0 the output is off by "
+    f"{even['error with 2^0']} without it and by {even['error with 2^8']} with it."
 )
 
 # %%
@@ -1052,8 +1052,7 @@ lab.read(
     f"what we measure, and models with one place more or less are off by more than "
     f"{math.floor(100 * of_others)} %. **At {KEYS[-1]:,} keys promotion reduces the error from "
     f"{sum_error(1, KEYS[-1], 'not promoted'):.1f} % to "
-    f"{sum_error(1, KEYS[-1], 'promoted'):.2f} %.** The whole error is smaller than the last lines "
-    "of the bits suggest, because early terms were added while the sum was still small."
+    f"{sum_error(1, KEYS[-1], 'promoted'):.2f} %.**"
 )
 
 # %%
@@ -1906,12 +1905,7 @@ lab.read(
         else ""
     )
     + (
-        "The plain kernel in 16 bits hides less, so beside it 8 bits gain more. "
-        if plain_16 < in_16
-        else ""
-    )
-    + (
-        "And with head_dim 64, where the matmuls are half as long and all else is not, they gain "
+        "With head_dim 64, where the matmuls are half as long and all else is not, they gain "
         f"less: {of_64:.2f} times."
         if of_64 < in_8 / in_16
         else f"With head_dim 64 they gain {of_64:.2f} times."
@@ -1958,8 +1952,7 @@ lab.facts(
 )
 
 # %%
-# Our fastest kernel in 16 bits gives its :term:`warps <warp>` roles: some only load tiles, others
-# only compute (:doc:`/chapters/attention_hopper`). The folds have such a kernel in 8 bits.
+# In 16 bits our fastest kernel has roles (:doc:`/chapters/attention_hopper`). Do they pay in 8?
 
 # Folded: Its speed in numbers, and where the package runs it
 rows, ratios = [], {}

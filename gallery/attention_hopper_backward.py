@@ -413,8 +413,6 @@ lab.read(
 # **Heads apart win it back.** At the bottom, neighbouring programs belong to different heads, so
 # when a program starts, the one that it waits for is ahead already. Within a head ids still ascend,
 # as the proof demands.
-#
-# The real kernel will have to confirm these three predictions.
 
 # %%
 # Why the order needs somebody who waits
