@@ -1431,7 +1431,7 @@ lab.read(
 # Folded: The forward pass, with the operator
 lab.table(
     in_percent(forward, ("Kernel Book", "one row a program", "torch.compile")),
-    "The forward pass, in % of the speed of a copy",
+    "The forward pass, with the operator, in % of the speed of a copy",
 )
 
 # %%

@@ -1512,11 +1512,15 @@ lab.host_times(
 # What breaks it
 # --------------
 #
-# Two mistakes that give no error are above: the variance as a difference of two means, and a mean
-# that is not corrected. Here is a third.
+# Two silent mistakes are above, in the variance and in the mean. Here is a third.
 #
-# **The padding is squared.** Without ``tl.where``, the square of minus the mean is added to the
-# variance once for every element past the end of the row.
+# **The padding is squared.** Without the line
+#
+# .. code-block:: python
+#
+#    deviation = tl.where(cols < n_cols, deviation, 0.0)
+#
+# the square of minus the mean is added to the variance once for every element past the row's end.
 
 
 # Measuring
@@ -1564,7 +1568,7 @@ seen, missed = (
 )
 lab.read(
     "With 1,024 columns both versions are right, because no element is past the end. Rows from "
-    "`torch.randn`, as in most tests, nearly hide the mistake, because their means are close to 0. "
+    "`torch.randn` nearly hide the mistake, because their means are close to 0. "
     f"In our test of 33 such rows of 1,000, the tolerance of `assert_close` in float32 would find "
     f"{100 * seen:.0f} % of the elements wrong, "
     + (
