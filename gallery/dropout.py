@@ -23,6 +23,7 @@ from matplotlib.colors import ListedColormap
 from kernelbook import dropout, lab, masked_dropout, reference, runtime, seeded_dropout
 from kernelbook.lab import results
 from kernelbook.ops.dropout import (
+    _dropped,
     _plan,
     _rand_dropout,
     _run,
@@ -405,14 +406,20 @@ lab.read(
 # :math:`p \cdot 2^{32}` rounded to an integer, and ``seed``, a number or a pointer to one that the
 # GPU has drawn, so that the :term:`host` need not wait to learn it.
 #
-# First it loads ``x``. The random numbers do not depend on it, so they need not wait for the load.
+# First it finds its place, and loads the seed if it is given a pointer:
 
 lab.source(seeded_dropout_kernel, "place")
 
 # %%
-# Only the last block is masked. Under a mask, a thread loads 16 bytes at once only if the compiler
-# can prove that their elements are inside or outside together, and all that it knows about
-# ``n_elements`` is whether 16 divides it.
+# Then it loads ``x``, drops elements, and stores the rest. It does so with a mask only in the last
+# block, so that the kernel has two branches:
+
+lab.source(seeded_dropout_kernel, "load, drop, store")
+
+# %%
+# The other blocks have no mask because it could slow them down. Under a mask, a thread loads 16
+# bytes at once only if the compiler can prove that their elements are inside or outside together,
+# and all that it knows about ``n_elements`` is whether 16 divides it.
 
 # Measuring
 import triton  # after kernelbook, which decides how kernels run
@@ -504,13 +511,15 @@ lab.read(
 )
 
 # %%
-# Next it draws. A block of ``BLOCK_SIZE`` elements needs only a quarter as many counters, and
-# ``tl.randint4x`` returns four blocks of numbers, ``r0`` to ``r3``. ``tl.interleave(a, b)``
-# alternates between the elements of two blocks. The outer call puts an element of ``r1`` or ``r3``
-# behind each of ``r0`` or ``r2``, so the inner ones pair ``r0`` with ``r2`` and ``r1`` with ``r3``.
-# First come the four numbers of counter 0, then those of counter 1, and so on.
+# Both branches call ``_dropped``, which first draws. The random numbers do not depend on ``x``, so
+# they need not wait for its load. A block of ``BLOCK_SIZE`` elements needs only a quarter as many
+# counters, and ``tl.randint4x`` returns four blocks of numbers, ``r0`` to ``r3``.
+# ``tl.interleave(a, b)`` alternates between the elements of two blocks. The outer call puts an
+# element of ``r1`` or ``r3`` behind each of ``r0`` or ``r2``, so the inner ones pair ``r0`` with
+# ``r2`` and ``r1`` with ``r3``. First come the four numbers of counter 0, then those of counter 1,
+# and so on.
 
-lab.source(seeded_dropout_kernel, "draw")
+lab.source(_dropped, "draw")
 
 # %%
 # .. image:: /figures/dropout-interleave.svg
@@ -526,12 +535,14 @@ lab.source(seeded_dropout_kernel, "draw")
 # Last, it decides. The cast says that the 32 bits have no sign. ``tl.where`` and not a product
 # with the mask makes a dropped element zero even where ``x`` is infinite.
 
-lab.source(seeded_dropout_kernel, "decide")
+lab.source(_dropped, "decide")
 
 # %%
 
 # Folded: The kernel whole
-lab.source(seeded_dropout_kernel)
+lab.listing(
+    {"What the kernel calls": _dropped, "The kernel": seeded_dropout_kernel}
+)
 
 # %%
 # Here is the whole ladder. ``one a call`` and ``four a call`` run ten rounds, and ``seven rounds``

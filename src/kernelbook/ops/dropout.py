@@ -66,6 +66,26 @@ def rand_dropout_kernel(
     tl.store(y_ptr + offsets, tl.where(keep, x.to(tl.float32) * scale, 0.0), mask=inside)
 
 
+@triton.jit
+def _dropped(
+    x,  # elements start to start + BLOCK_SIZE
+    start,
+    seed,
+    threshold,
+    scale,
+    BLOCK_SIZE: tl.constexpr,
+    N_ROUNDS: tl.constexpr,
+):
+    # -- draw: one call of Philox for every four elements
+    counter = start // 4 + tl.arange(0, BLOCK_SIZE // 4)
+    r0, r1, r2, r3 = tl.randint4x(seed, counter, N_ROUNDS)
+    random = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
+
+    # -- decide: keep and scale
+    keep = random >= threshold.to(tl.uint32)
+    return tl.where(keep, x.to(tl.float32) * scale, 0.0)
+
+
 @triton.jit(do_not_specialize=["seed"])
 def seeded_dropout_kernel(
     x_ptr,  # input, n_elements
@@ -77,29 +97,22 @@ def seeded_dropout_kernel(
     BLOCK_SIZE: tl.constexpr,
     N_ROUNDS: tl.constexpr,
 ):
-    # -- place: which elements are mine
-    start = tl.program_id(0).to(tl.int64) * BLOCK_SIZE
-    offsets = start + tl.arange(0, BLOCK_SIZE)
-    is_whole = start + BLOCK_SIZE <= n_elements
-    if is_whole:  # a mask would split wide loads where 16 does not divide n_elements
-        x = tl.load(x_ptr + offsets)
-    else:
-        x = tl.load(x_ptr + offsets, mask=offsets < n_elements)
-
-    # -- draw: one call of Philox for every four elements
+    # -- place: my seed, and which elements are mine
     if seed.dtype.is_ptr():
         seed = tl.load(seed)
-    counter = start // 4 + tl.arange(0, BLOCK_SIZE // 4)
-    r0, r1, r2, r3 = tl.randint4x(seed, counter, N_ROUNDS)
-    random = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
+    start = tl.program_id(0).to(tl.int64) * BLOCK_SIZE
+    offsets = start + tl.arange(0, BLOCK_SIZE)
 
-    # -- decide: keep, scale, store
-    keep = random >= threshold.to(tl.uint32)
-    y = tl.where(keep, x.to(tl.float32) * scale, 0.0)
-    if is_whole:
+    # -- load, drop, store: with a mask, which may split wide loads, in the last block alone
+    if start + BLOCK_SIZE <= n_elements:
+        x = tl.load(x_ptr + offsets)
+        y = _dropped(x, start, seed, threshold, scale, BLOCK_SIZE, N_ROUNDS)
         tl.store(y_ptr + offsets, y)
     else:
-        tl.store(y_ptr + offsets, y, mask=offsets < n_elements)
+        inside = offsets < n_elements
+        x = tl.load(x_ptr + offsets, mask=inside)
+        y = _dropped(x, start, seed, threshold, scale, BLOCK_SIZE, N_ROUNDS)
+        tl.store(y_ptr + offsets, y, mask=inside)
 
 
 @planned
