@@ -108,7 +108,8 @@ def events(run, before=lambda: None):
 # The previous run leaves one more effect: a small input is still in the :term:`L2` cache, where the
 # next run finds it, although in a model other kernels would have replaced it by then. So overwrite
 # the cache first, with more zeros than any L2 holds. This is the fifth way and the best, here as
-# one function, to copy. Its pause counts two million clock cycles, which takes about a millisecond:
+# one function, to copy. Its pause, ``torch.cuda._sleep``, is private to PyTorch and counts clock
+# cycles: two million take about a millisecond, longer than the host needs to queue the call.
 
 
 def gpu_time(run, n=50):
@@ -411,16 +412,15 @@ drawing = took["dropout, drawing a seed"] - took["seeded_dropout"]
 rest = took["seeded_dropout"] - took["a cached launch"] - took["torch.empty_like"]
 lab.read(
     f"The call keeps the host for {took['dropout, drawing a seed']:.0f} µs. Drawing the seed takes "
-    f"{drawing:.0f} of them, the launch {took['a cached launch']:.0f}, and {rest:.0f} remain for "
-    "Python that checks the arguments. Triton's own launch, `kernel[grid](...)`, costs "
+    f"{drawing:.0f} of them, the launch {took['a cached launch']:.0f} and the output "
+    f"{took['torch.empty_like']:.0f}; the other {rest:.0f} go to Python code that checks the "
+    "arguments. Triton's own launch, `kernel[grid](...)`, costs "
     f"{saved:.0f} µs more than ours, because it looks at every argument to find the compiled "
     "kernel, which the book's operators remember. PyTorch's `copy_`, whose host code is C++, is "
     f"done with everything in {took['copy_ of PyTorch']:.0f}."
 )
 
 # %%
-# **One call, or many in a row?** What does a small softmax take if many follow each other, and we
-# wait only for the last?
 
 
 # Measuring
@@ -456,29 +456,25 @@ def calls_in_a_row(rounds=5):
 
 # Measuring
 in_a_row = lab.measure("A softmax of 64 × 1,024, by clock and wait", calls_in_a_row)
-in_a_row
-
-# %%
-
-# Reading
 per_call = {n: cell(in_a_row, n, "µs per call, median") for n in IN_A_ROW}
 alone, tenth, longest = per_call[1], per_call[10], per_call[IN_A_ROW[-1]]
 settled = min(per_call.values())
+
+# %%
+
+# Folded: One call alone, and many in a row
 lab.read(
-    f"Alone a call takes {alone:.0f} µs, and in a row of ten {tenth:.0f}: ten calls share one wait"
+    f"What does a small softmax take by the clock? Alone a call takes {alone:.0f} µs, and in a row "
+    f"of ten {tenth:.0f}, because ten calls share one wait, and probably because the host is "
+    "slower right after a wait."
     + (
-        f", and the host is slower right after a wait: `clock`, which does not wait itself, also "
-        f"showed {small['clock']:.0f} for a call alone. "
-        if small["clock"] > 1.15 * tenth
-        else ". "
-    )
-    + (
-        f"In a row of {IN_A_ROW[-1]:,} it takes {longest:.0f}, more than in shorter rows. So "
+        f" In a row of {IN_A_ROW[-1]:,} it takes {longest:.0f}, more than in shorter rows. So "
         "**compare host times only within one loop**, with rows of one length."
         if longest > 1.2 * settled
-        else "Longer rows hardly change that."
+        else " Longer rows hardly change that."
     )
 )
+in_a_row
 
 # %%
 # **CUDA graphs.** All of this can be paid once. A :term:`CUDA graph` records the launches of a
@@ -663,7 +659,8 @@ lab.read(
         else f"The longest first call is that of {NAMES[slowest_first]}: "
     )
     + f"{times[slowest_first][0] / 1e3:.1f} seconds, about {round(ratio_of_first, -4):,.0f} times "
-    "the tenth call. Even the matmul, which comes compiled, is slow at first."
+    "the tenth call. The first matmul is slow too, although it comes compiled; what else a first "
+    "call prepares, we did not take apart."
 )
 
 # %%
@@ -1075,8 +1072,8 @@ lab.read(
 # Which difference is real?
 # -------------------------
 #
-# Equal runs do not take equal time. The figure sorts 2,000 runs of one softmax: the curve says how
-# many per cent of the runs were at least as fast.
+# Equal runs do not take equal time. The figure sorts 2,000 runs of one softmax: for each time, the
+# curve says what share of the runs took at most that long.
 
 
 PERCENT = (0, 1, 2, *range(5, 100, 5), 98, 99, 100)
@@ -1170,8 +1167,8 @@ lab.table(rows, "How far a sample from this curve strays, in 95 of 100 draws")
 # Reading
 by_median = [row["their median strays by, %"] for row in rows] or [nan] * len(SAMPLES)
 lab.read(
-    f"So five runs may stray by {by_median[0]:.1f} %. This book makes {ROUNDS} rounds of "
-    f"{MOST_REPEATS} runs, or of as many as fit in {REPEAT_MS} milliseconds. More runs do not help "
+    f"So five runs may stray by {by_median[0]:.1f} %. This book makes {ROUNDS} rounds, each of "
+    f"{MOST_REPEATS} runs or {REPEAT_MS} milliseconds, whichever is less. More runs do not help "
     "against what outlasts them all, such as a low clock after another kernel. So each round runs "
     "the kernels in a new order."
 )
@@ -1228,14 +1225,16 @@ between_runs = max(
     default=nan,
 )
 lab.read(
-    "We gave each of three kernels two names, timed both beside a large matmul, and ran the loop "
-    f"four times. In no run were A and B more than {resolved:.2g} % apart, so we take "
-    f"{counts_as_none:g} % as our threshold; it was tested on these three."
+    "We gave each of three kernels two names and timed both in one loop, together with a large "
+    "matmul that disturbs the clocks. In four runs of the loop A and B were never more than "
+    f"{resolved:.2g} % apart, so {counts_as_none:g} % is our threshold for kernels timed **in one "
+    "loop**. Across loops it is none"
     + (
-        f" From one run to the next, A itself moved by up to {between_runs:.2g} %: two numbers "
-        "from two runs are harder to compare than two from one."
+        f": from one run to the next, A itself moved by up to {between_runs:.2g} %, and this page "
+        f"has {small[best]:.1f} and {cell(in_the_loop, 'softmax of 64 × 1,024', 'A, µs'):.1f} µs "
+        "for one and the same softmax."
         if between_runs > 1.2 * resolved
-        else ""
+        else ", because we tested it on these three kernels only."
     )
 )
 
@@ -1377,8 +1376,9 @@ agree = any(  # is do_bench right for one of the inputs?
 )
 lab.read(
     (
-        "So `do_bench` is as good while its flush outlasts the launch; if your call keeps the host "
-        "longer, use `gpu_time`. "
+        "So Triton's `do_bench(run, return_mode=\"median\")` is as good while its flush outlasts "
+        "the launch; by default it returns the mean. If your call keeps the host longer, use "
+        "`gpu_time`. "
         if agree
         else "So take `gpu_time`, because `do_bench` was off for each of these inputs. "
         if suites.rows
@@ -1394,7 +1394,8 @@ lab.read(
 # ------------
 #
 # A kernel that does half of the work is fast, so before you time one, compare it with float64 under
-# a stated tolerance, here twice PyTorch's own error or one unit in the last place (:term:`ulp`).
+# a stated tolerance: here twice PyTorch's own error, or one unit in the last place (:term:`ulp`)
+# where that is more.
 
 
 # Measuring
@@ -1417,6 +1418,55 @@ def cases():
 
 # Folded: The errors of softmax and dropout
 lab.check("What is timed", cases(), title="softmax and dropout")
+
+# %%
+# What error is fair? That of a sum depends on the dtype of its *accumulator*, the number that it is
+# added up in. We add 0.01 a thousand times, which should give 10:
+
+
+def sum_of_1000(number, accumulator):
+    total = torch.zeros((), dtype=accumulator)
+    for _ in range(1000):
+        total += number  # PyTorch casts number to the dtype of total
+    return total.item()
+
+
+# %%
+
+# Measuring
+FOUR_WAYS = {  # of numbers: accumulators, and whether the numbers are cast before
+    "float32": [("float32", False)],
+    "float16": [("float16", False), ("float32", False), ("float32", True)],
+    "bfloat16": [("bfloat16", False), ("float32", False), ("float32", True)],
+}
+
+
+def sums():
+    for numbers, ways in FOUR_WAYS.items():
+        for accumulator, cast in ways:
+            number = torch.tensor(0.01, dtype=getattr(torch, numbers))
+            into = getattr(torch, accumulator)
+            found = sum_of_1000(number.to(into) if cast else number, into)
+            yield {
+                "numbers in": numbers + (", cast first" if cast else ""),
+                "accumulator in": accumulator,
+                "sum": f"{found:.4f}",
+                "off by, %": f"{100 * (found / 10 - 1):+.2f}",
+            }
+
+
+rows = list(sums())
+lab.table(rows, "0.01, added a thousand times")
+by_way = {(row["numbers in"], row["accumulator in"]): row["sum"] for row in rows}
+for dtype in ("float16", "bfloat16"):
+    assert by_way[dtype, "float32"] == by_way[f"{dtype}, cast first", "float32"]
+
+# %%
+# The gap between neighbouring floats grows with the number. In bfloat16 it is 1/32 from 4 on, so
+# 4 + 0.01 is rounded back to 4 and the sum stops there. In float16 it does not stop, but every
+# addition is rounded. With a float32 accumulator only 0.01 itself is rounded, once, and a cast
+# makes no difference, because PyTorch casts before it adds. So numbers may be stored in 16 bits,
+# but sums belong in 32, as in every kernel of this book.
 
 # %%
 # The roofline
@@ -1442,7 +1492,7 @@ lab.check("What is timed", cases(), title="softmax and dropout")
 # This is the :term:`roofline`. The two limits meet at :math:`I = \pi / \beta`, the *ridge*. Left of
 # it a kernel waits for memory, right of it for arithmetic. Both limits are those of programs that
 # run on the same GPU, a copy and a matmul, so the roof can be reached. The figure shows the best
-# point of each operator of this book, in bfloat16.
+# point of each operator of this book, in bfloat16 and once in FP8.
 
 
 # Measuring
@@ -1603,7 +1653,7 @@ lab.draw(
 )
 
 # %%
-# How near does each come to its roof, on every shape that the chapters timed?
+# How near does each come to its roof, on every shape that took at least 20 µs?
 
 
 # Drawing
@@ -1695,8 +1745,8 @@ lab.read(
         else ""
     )
     + (
-        " Nor is a copy the last word on memory: reading alone, the first chapter reached "
-        f"{1e3 * read_alone:,.0f} GB/s, so a kernel that reads more than it writes can pass a "
+        " Nor is a copy the last word on memory: a kernel of the first chapter that only reads "
+        f"reached {1e3 * read_alone:,.0f} GB/s, so one that reads more than it writes can pass a "
         "copy"
         + (
             f", as the backward pass of softmax does by {back - 100:.0f} %."
@@ -1755,25 +1805,26 @@ lab.table(
 
 
 # Measuring
-def limited_softmax(x, y, registers=None):
+def limited_softmax(x, y, registers=None, warps=2):
     rows, columns = x.shape
     limit = runtime.register_limit(registers)
     row_fwd_kernel[(rows,)](
-        x, y, x.stride(0), rows, columns, 1, columns, num_warps=2, **limit
+        x, y, x.stride(0), rows, columns, 1, columns, num_warps=warps, **limit
     )
 
 
 # %%
 
 # Measuring
-LIMITS = {f"{limit} registers": limit for limit in (32, 48, 64)} | {"Kernel Book": None}
+LIMITS = {f"{limit} registers": (limit, 2) for limit in (32, 48, 64)}
+LIMITS |= {"32 registers, 4 warps": (32, 4), "Kernel Book": (None, 2)}
 
 
 def runs_under(limits, rows, columns):
     x = matrix(rows, columns)
     y = torch.empty_like(x)
     return {
-        name: partial(limited_softmax, x, y, limit) for name, limit in limits.items()
+        name: partial(limited_softmax, x, y, *limit) for name, limit in limits.items()
     }
 
 
@@ -1789,7 +1840,7 @@ def register_providers(rows, columns, dtype):
     x = torch.empty(rows, columns, device=runtime.DEVICE, dtype=dtype).normal_()
     y = torch.empty_like(x)
     limited = {
-        name: partial(limited_softmax, x, y, limit) for name, limit in LIMITS.items()
+        name: partial(limited_softmax, x, y, *limit) for name, limit in LIMITS.items()
     }
     return {"copy": lambda: y.copy_(x)} | limited
 
@@ -1825,16 +1876,21 @@ needs, spilled = (
     cell(facts, "Kernel Book", "registers"),
     cell(facts, "32 registers", "spills"),
 )
-untouched, tight = (
-    100 * limited.share(name) for name in ("Kernel Book", "32 registers")
+untouched, tight, spread_out = (
+    100 * limited.share(name)
+    for name in ("Kernel Book", "32 registers", "32 registers, 4 warps")
+)
+cure = (
+    "The cure gives each thread fewer values to hold: with twice as many warps, of 32 registers "
+    f"per thread, it reaches {spread_out:.0f} %."
 )
 lab.read(
     f"Left alone, the compiler takes {needs:.0f} registers for each thread, and the kernel reaches "
     f"{untouched:.0f} % of the speed of a copy. With 32 it spills to {spilled:.0f} places of 32 "
     "bits per thread"
     + (
-        f" (more than the {needs - 32:.0f} registers that are missing, probably because not every "
-        "place is used again), "
+        f" (more than the {needs - 32:.0f} registers that are missing; how the compiler assigns "
+        "them we do not know), "
         if spilled > needs - 32
         else ", "
     )
@@ -1843,7 +1899,7 @@ lab.read(
         if tight < 0.95 * untouched
         else "and the kernel is as fast all the same. "
     )
-    + "A cure gives each thread fewer values to hold: a smaller block, or more warps."
+    + f"{cure}"
 )
 
 # %%
@@ -2186,11 +2242,11 @@ lab.read(found) if found else None
 #   (:term:`occupancy`), or more loads at a time to each thread.
 
 # %%
-# What breaks a speed
-# -------------------
+# What breaks it: counting the wrong bytes
+# ----------------------------------------
 #
-# **The wrong bytes.** Made of five PyTorch operations, as at the beginning of
-# :doc:`/chapters/softmax`, softmax reads and writes eight matrices:
+# A share of a limit is only as honest as its count of bytes. Made of five PyTorch operations, as at
+# the beginning of :doc:`/chapters/softmax`, softmax reads and writes eight matrices:
 #
 # .. code-block:: python
 #
@@ -2287,9 +2343,9 @@ for n in (20, 100):
 lab.table(rows, "The median lies between the k-th fastest and the k-th slowest run")
 
 # %%
-# **2. A sum in float16 that loses nothing.** Add 0.01 a thousand times. Keep what each addition
-# rounds away in a second number and give it back with the next (Kahan, 1965). Both numbers are
-# float16. How far off is the sum, and how far is it without the second number?
+# **2. A sum in float16 that loses nothing.** Add 0.01 a thousand times in float16, as under “Is it
+# right?”. Keep what each addition rounds away in a second number, in float16 too, and give it back
+# with the next (Kahan, 1965). How far off is the sum now?
 
 # %%
 
