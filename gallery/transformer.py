@@ -14,8 +14,9 @@ You will learn
 - what each operator of the book is worth in a layer and in a whole step, beside PyTorch's own and
   its fused attention: eager, compiled and as a graph.
 
-Folds whose titles are questions answer the second assignment of the Stanford course CS336. To
-measure, you need a GPU with 141 GB of memory; on a smaller one this page shows recorded numbers.
+To repeat every measurement you need a GPU with 141 GB of memory; on a smaller one this page shows
+recorded numbers. A card of 24 GB holds a step of the model that we follow, once attention stores no
+table. Folds whose titles are questions answer the second assignment of the Stanford course CS336.
 """
 
 # sphinx_gallery_thumbnail_number = 6
@@ -31,7 +32,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from functools import partial
-from itertools import combinations, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import numpy
@@ -71,8 +72,8 @@ lab.start(
 # ------------------
 #
 # We follow one training step of one model. Where does its time go, and where its memory? The
-# answers point at attention, layer norm and dropout, so we put the book's operators in their place,
-# one after the other.
+# answers point at attention, and at the casts around layer norm. We replace both, and dropout too,
+# because the book has a kernel for it.
 #
 # The bars at the top time one layer on the GPU alone. In a whole step the :term:`host` also has to
 # launch every kernel. Does the order of the bars survive that?
@@ -105,8 +106,8 @@ lab.source(decoder.Block.forward)
 # after attention. ``feed_forward`` is ``down(gelu(up(x)))``.
 #
 # **A layer is four linear layers, whose matmuls we leave to cuBLAS, and between them operators that
-# we can replace.** CS336 has five sizes of this model, each trained with a batch of 4 sequences. We
-# follow *large*: 36 layers and a ``d_model`` of 1,280.
+# we can replace.** Of the five sizes that CS336 trains we follow *large*: 36 layers, a ``d_model``
+# of 1,280, and a batch of 4 sequences.
 
 # Folded: A layer and the model, whole
 lab.listing({"A layer": decoder.Block, "The model around the layers": decoder.Decoder})
@@ -160,13 +161,17 @@ lab.table(
 # -------------------
 #
 # A step has three passes: forward computes the loss, backward the gradients, and the optimiser,
-# ``training.step()``, updates the parameters. The host only queues kernels and runs ahead, so a
-# clock around a pass must wait for the GPU before it is read. ``training`` holds a model, its
-# optimiser and a batch.
-
-lab.source(timed_step)
-
-# %%
+# ``training.step()``, updates the parameters. ``training`` holds a model, its optimiser and a
+# batch. The host only queues kernels and runs ahead, so a clock around a pass must wait for the GPU
+# before it is read:
+#
+# .. code-block:: python
+#
+#    begin = time.perf_counter()
+#    training.forward()
+#    torch.cuda.synchronize()
+#    print(1e3 * (time.perf_counter() - begin), "ms")
+#
 # We follow the step in float32 and under ``torch.autocast``, which runs the matmuls in bfloat16; we
 # call it *bfloat16* below. Unless another is named, the model is *large* at a context of 1,024.
 
@@ -348,17 +353,34 @@ lab.table(
 )
 
 # %%
-# A step launches thousands of kernels, but from only a few operations of PyTorch. For each
-# operation the profiler tells how many microseconds its kernels took, ``self_device_time_total``.
-# We add these up by what the operations do; ``group`` puts ``aten::mm`` and ``aten::bmm`` into
-# “matmul”. The profile lists every kernel again on the device, so we keep only what ran on the CPU.
+# A step launches thousands of kernels, but from only a few operations of PyTorch. The profiler
+# records both:
+#
+# .. code-block:: python
+#
+#    from torch.profiler import ProfilerActivity, profile
+#
+#    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+#        training.forward()
+#        torch.cuda.synchronize()
+#    print(by_group(found.key_averages()))
+#
+# ``key_averages()`` has an entry for each operation, with the microseconds of its kernels.
+# ``by_group`` adds them by what the operations do. ``GROUPS`` gives each group a pattern of names,
+# to “matmul” for example ``aten::(mm|addmm|bmm|baddbmm)$``.
+
+
+def group(operation):
+    """The first group whose pattern fits the name of an operation."""
+    fits = (name for name, pattern in GROUPS.items() if re.match(pattern, operation))
+    return next(fits, "other")
 
 
 def by_group(averages):
     """Milliseconds of kernels by the group of the operation that launched them."""
     times = Counter()
     for found in averages:
-        if found.device_type == DeviceType.CPU:
+        if found.device_type == DeviceType.CPU:  # not its kernels once more
             times[group(found.key)] += found.self_device_time_total / 1e3
     return times
 
@@ -389,11 +411,6 @@ def profiled(run):
         run()
         torch.cuda.synchronize()
     return profiler
-
-
-def group(operation):
-    fits = (name for name, pattern in GROUPS.items() if re.match(pattern, operation))
-    return next(fits, "other")
 
 
 def medians(rows):
@@ -576,15 +593,9 @@ all_kernels = {dtype: in_groups(dtype, ["kernels"]) for dtype in DTYPES}
 lab.read(
     f"Autocast shortens the kernels of a step from {all_kernels['float32']:.0f} ms to "
     f"{all_kernels['bfloat16']:.0f}, because the matrix units make the matmuls "
-    f"{products['float32'] / products['bfloat16']:.0f} times as fast; for float32 PyTorch uses "
-    "these units only if told to. **Now matmuls are only "
-    f"{in_step['bfloat16']:.0f} % of the time. Most of the rest moves bytes, and there the "
-    "kernels of this book can help.** The bar “other” holds additions and the loss"
-    + (
-        "."
-        if any("scale and mask, ms" in row for row in profile_of.rows)
-        else ", and attention's scale and mask."
-    )
+    f"{products['float32'] / products['bfloat16']:.0f} times as fast. PyTorch uses these units for "
+    f"float32 only if told to. **Now matmuls are only {in_step['bfloat16']:.0f} % of the time. "
+    "Most of the rest moves bytes, and there the kernels of this book can help.**"
 )
 
 # %%
@@ -604,7 +615,8 @@ lab.table(
         for row in profile_of.rows
     ],
     "The clock beside the sum of the kernels (in the rest the GPU waits for the host), the number "
-    "of kernels, the one that takes the most time and the one called most often"
+    "of kernels, the one that takes the most time and the one called most often. In the figure, "
+    "“other” holds additions and the loss"
     + (
         "; cuBLAS chooses another for backward, by the shapes and by what is transposed"
         if len(tops) > 1
@@ -681,8 +693,8 @@ lab.sketch(
 
 # %%
 # The profile has timed these trips. The table adds up the bytes of each colour and sets the FLOPs
-# beside them: :math:`4 d` per score in the two matmuls, for a head of :math:`d` numbers, and about
-# five in softmax.
+# beside them: :math:`4 d_h` per score in the two matmuls, for a head of :math:`d_h` numbers, and
+# about five in softmax.
 
 
 def of_record(chapter, name):
@@ -729,11 +741,17 @@ lab.table(
     ]
     if profile_of.rows and of_memory == of_memory
     else [],
-    "Inside attention, forward in bfloat16, large at 1,024. Here softmax includes its cast to "
-    "float32, which the figure above counts among the casts",
+    "Inside attention, forward in bfloat16; softmax with its cast to float32",
 )
 
 # %%
+
+
+# Reading
+def rounded_down(value):
+    """A lower bound as text."""
+    return f"{math.floor(value):.0f}" if value == value else "nan"
+
 
 # Reading
 at_speed = [
@@ -742,33 +760,33 @@ at_speed = [
 by_flops = 1e3 * (4 * head) * n_scores / of_matmul
 products_range = inside["matmuls, scale, cast"]["ms, measured"]
 lab.read(
-    "**FLOPs do not explain these times; bytes explain "
-    f"{min(at_speed):.0f} to {max(at_speed):.0f} % of them**, the share that the rows would take "
-    "at the speed of a large copy. At the speed of a large matmul, the first row would take "
-    f"{by_flops:.1f} ms and not {products_range:.1f}."
+    "**Bytes come near these times, and FLOPs do not.** At the speed of a large matmul the first "
+    f"row would take {by_flops:.1f} ms instead of {products_range:.1f}; at the speed of a large "
+    f"copy the rows would take {min(at_speed):.0f} to {max(at_speed):.0f} % of their times. The "
+    "rest we have not explained: a count of bytes gives a floor, not a forecast."
 )
 
 # %%
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    With the formula, a step in bfloat16 spends most of its time moving bytes. To know how fast
-#    such an operation can be, count its bytes and not its FLOPs.
+#    Under autocast most of a step moves bytes. To know how fast such an operation can be, count its
+#    bytes and not its FLOPs.
 #
 # Why there are casts
 # -------------------
 
 # Reading
 lab.read(
-    f"One bar has grown under autocast: casts and copies take {casts['bfloat16']:.0f} ms"
+    f"One bar has grown under autocast: casts and copies take {casts['bfloat16']:.1f} ms"
     + (
         ", more than all matmuls together"
         if casts["bfloat16"] > products["bfloat16"]
         else ""
     )
-    + f". In float32, where nothing is cast, the copies alone take {casts['float32']:.0f} ms, and "
-    "in bfloat16 they move half the bytes. So at least "
-    f"{casts['bfloat16'] - casts['float32']:.0f} ms are casts. Where do they come from?"
+    + f". In float32, where nothing is cast, the copies alone take {casts['float32']:.1f} ms, and "
+    "in bfloat16 they move half the bytes. So more than "
+    f"{rounded_down(casts['bfloat16'] - casts['float32'])} ms are casts. Where do they come from?"
 )
 
 # %%
@@ -842,19 +860,8 @@ lab.table(
     "rule, unless its argument out_dtype says otherwise",
 )
 
+
 # %%
-# .. dropdown:: What in layer norm is sensitive to 16 bits, and is it still in bfloat16?
-#
-#    In float16 the squares: a number above 256 has a square above 65,504, the largest number of
-#    float16, so that the variance is infinite and the output zero. bfloat16 has the exponents of
-#    float32, so that this begins only at :math:`10^{19}`. But it has 8 significant bits instead of
-#    11, so the mean and the differences from it are known to two or three digits. So layer norm in
-#    bfloat16 is safe from overflow and still wants its reductions in float32, which autocast and
-#    the book's kernel give it.
-#
-#    To see it, we compute all of it in one dtype, and then only the input and the output in that
-#    dtype and the rest in float32. The input is rounded first, so that the error against float64 is
-#    layer norm's own.
 
 
 # Measuring
@@ -900,9 +907,16 @@ assert (
 )
 # %%
 
-# Folded: How large are the errors of layer norm in 16 bits?
+# Folded: What in layer norm is sensitive to 16 bits, and is it still in bfloat16?
 lab.table(
-    rows, "Layer norm of 64 rows of 1,024 numbers, largest error over largest output"
+    rows,
+    "Layer norm of 64 rows of 1,024 numbers, largest error over largest output, all in one dtype "
+    "or with only the input and the output in it. In float16 the squares are sensitive: a number "
+    "above 256 has a square above 65,504, the largest float16, so the variance is infinite and the "
+    "output zero. bfloat16 has the exponents of float32 and is safe from that. But it has 8 "
+    "significant bits instead of 11, so the mean and the differences from it are known to two or "
+    "three digits. So layer norm wants its reductions in float32 there as well; autocast and the "
+    "book's kernel do them so",
 )
 
 # %%
@@ -935,7 +949,7 @@ lab.table(
 
 # %%
 # The last term of the bracket is a table of :math:`T^2` weights for each head of each sequence. The
-# picture shows the share of each term in the bytes of a layer of *large*, for a batch of 4.
+# picture shows the share of each term in *large*.
 
 # Measuring
 BYTES = {  # of each kept number: stream, other activations, weights of attention, copies of weights
@@ -1112,38 +1126,15 @@ off = [100 * (row["kept, GiB"] / row["on paper, GiB"] - 1) for row in memory.row
 state = 12 * parameters(largest_size) / 2**30
 copies = 2 * parameters(largest_size) / 2**30
 lab.read(
-    f"For the largest size, 2.7B, the count is right to {max(map(abs, off)):.1f} % at contexts "
-    f"from {min(CONTEXTS)} to {longest:,}. The table shows the longest."
-)
-
-# %%
-
-lab.table(
-    [
-        {
-            "dtype": dtype,
-            "kept, on paper": shown(at[dtype, "on paper"]),
-            "kept, measured": shown(at[dtype, "kept"]),
-            "peak of a step": shown(at[dtype, "step"]),
-        }
-        for dtype in DTYPES
-    ]
-    if memory.rows
-    else [],
-    f"Memory of a step of 2.7B at a context of {longest:,}, in GiB",
-)
-
-# %%
-
-# Reading
-lab.read(
-    (
-        "**Autocast saves no memory here"
+    "To test the count where memory matters most, we take the largest size, 2.7B: at contexts from "
+    f"{min(CONTEXTS)} to {longest:,} it is right to {max(map(abs, off)):.1f} %. "
+    + (
+        "**Autocast saves no memory there**: a step needs "
         if at["bfloat16", "step"] >= at["float32", "step"]
-        else "**Numbers of half the size need more than half of the memory"
+        else "**Autocast saves less than half of the memory there**: a step needs "
     )
-    + "**: it halves most activations, but keeps the weights of attention in both dtypes and a "
-    "copy of every parameter."
+    + f"{at['bfloat16', 'step']:.0f} GiB instead of {at['float32', 'step']:.0f}. It halves most "
+    "activations, but keeps the weights of attention in both dtypes and a copy of every parameter."
 )
 
 # %%
@@ -1158,8 +1149,8 @@ lab.table(
 
 # %%
 # What is kept need not stay: with :term:`checkpointing` a layer keeps only its input and computes
-# the rest again in backward. The figure follows one step of *large* in float32, with all kept and
-# with checkpointing, by what PyTorch's allocator hands out and takes back.
+# the rest again in backward. The figure follows one step of *large* in float32, by what PyTorch's
+# allocator hands out and takes back.
 
 
 # Measuring
@@ -1313,10 +1304,9 @@ step_took = {
     for row in checkpoint_ms.rows
 }
 lab.read(
-    f"The parameters and AdamW's two averages alone take {at_first:.1f} GiB. Forward adds "
-    f"the {in_forward:.0f} MiB of our count for each of {SIZES['large'].layers} layers, "
-    f"{SIZES['large'].layers * in_forward / 1024:.0f} GiB. Backward releases them while the "
-    "gradients grow, and the optimiser releases the gradients at the end. **Checkpointing lowers "
+    f"The parameters and AdamW's averages alone take {at_first:.1f} GiB. Forward adds the "
+    f"{in_forward:.0f} MiB of our count for each layer, and backward releases them while the "
+    "gradients grow. **Checkpointing lowers "
     f"the peak from {peak['all kept']:.1f} GiB to {peak['checkpointed']:.1f} and pays with another "
     "forward pass**"
     + (
@@ -1395,11 +1385,8 @@ lab.table(
 # head of 64 numbers, in bfloat16 and causal. What it *holds* is what forward keeps for backward
 # besides q, k and v.
 
-ours = partial(attention, is_causal=True)
-
-# %%
-
 # Measuring
+ours = partial(attention, is_causal=True)
 # head sizes, and the greatest length at each
 GRID = {16: 16384, 32: 16384, 64: 65536, 128: 16384}
 LENGTHS = (256, 1024, 4096, 8192, 16384, 65536)
@@ -1427,7 +1414,7 @@ def events(run, prepare):
     return start.elapsed_time(end)
 
 
-def medians_in_turn(runs, budget=40):
+def medians_in_turn(runs, budget=30):
     """The medians of as many times of each run as fit into a budget of milliseconds, but 3 to 20.
 
     ``runs`` maps names to (run, prepare): what ``prepare`` returns is made anew for each run, and
@@ -1595,6 +1582,7 @@ lab.table(
             ),
         }
         for length in LENGTHS
+        if length not in (256, 8192)  # which the fold shows
     ]
     if grid.rows
     else [],
@@ -1605,10 +1593,8 @@ lab.table(
 
 # %%
 
+
 # Reading
-out_of = in_grid("both, ms", "PyTorch", 65536) == OUT_OF_MEMORY
-
-
 def listed(names):
     """Names in a sentence."""
     names = list(names)
@@ -1620,23 +1606,18 @@ times = nan if isinstance(fast[0], str) else fast[0] / fast[1]
 by_sdpa = fastest_fused(16384)
 lab.read(
     "**Without the table, memory grows with the length instead of its square**: the book's "
-    "attention keeps only the output and one logarithm per row, and computes the weights again in "
+    "attention keeps the output and one logarithm per row, and computes the weights again in "
     "backward. "
     + (
         f"At 16,384 it is {times:.0f} times as fast as the formula"
         if times == times or not grid.rows
         else ""
     )
+    + ". "
     + (
-        f"; at 65,536 a table has {8 * 65536**2 * 2 / 2**30:.0f} GiB, and the formula runs out of "
-        "memory. "
-        if out_of
-        else ". "
-    )
-    + (
-        "SDPA, PyTorch's own fused attention, does not store the table either"
+        "SDPA, PyTorch's own fused attention, stores no table either"
         + (
-            f", and at 16,384 the book's takes {100 * fast[1] / by_sdpa:.0f} % of its time."
+            f", and there the book's takes {100 * fast[1] / by_sdpa:.0f} % of its time."
             if by_sdpa == by_sdpa
             else "; in the model it is our opponent."
         )
@@ -1649,53 +1630,42 @@ lab.read(
 grid
 
 # %%
-# The book's operators in the model
+# Other operators in the same model
 # ---------------------------------
 #
-# The model takes its operators as arguments:
-#
-# .. code-block:: python
-#
-#    Decoder(size, context, Operators(ours, layer_norm_16, dropout))
-#
-# ``out_dtype`` makes our layer norm write bfloat16. Under autocast PyTorch's writes float32, and
-# another kernel rounds it for the matmul that follows; ours computes in float32 as well, and rounds
-# once, as it writes.
+# The model takes its operators as arguments, so a version of it is one line. What a line leaves out
+# is PyTorch's, and *SDPA*, PyTorch's fused attention, is the opponent.
 
 sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
 layer_norm_16 = partial(layer_norm, out_dtype=torch.bfloat16)
 
-# %%
-
-# Folded: What does a layer norm that writes 16 bits save?
-norms, per_norm = (
-    2 * SIZES["large"].layers + 1,
-    BATCH * CONTEXT * SIZES["large"].d_model,
-)
-lab.read(
-    "Per number it spares 8 of 14 bytes in forward, and 8 in backward, whose gradient comes in "
-    f"bfloat16. For the {norms} layer norms of a step this is {16 * norms * per_norm / 1e9:.1f} "
-    f"GB, or {1e3 * 16 * norms * per_norm / of_memory:.1f} ms at the speed of memory."
-)
+VERSIONS = {
+    "formula": Operators(standard_attention, F.layer_norm, F.dropout),
+    "SDPA": Operators(sdpa),
+    "+ softmax": Operators(partial(standard_attention, softmax=softmax)),
+    "+ attention": Operators(ours),  # attention(q, k, v, is_causal=True)
+    "+ layer norm": Operators(ours, layer_norm_16),
+    "the book's": Operators(ours, layer_norm_16, dropout),
+}
 
 # %%
-# We put them in one after the other, and give each version a name. The opponent is *SDPA*.
+# ``out_dtype`` makes our layer norm write bfloat16, which the matmul after it wants. Under autocast
+# PyTorch's writes float32, and another kernel casts it.
+#
+# Each version runs eager, and compiled layer by layer:
+#
+# .. code-block:: python
+#
+#    model = Decoder(size, context, VERSIONS["the book's"], device="cuda")
+#    for block in model.blocks:
+#        block.compile(dynamic=False)
+#
+# ``torch.compile`` fuses layer norm, dropout, GELU and additions into a few kernels of its own. Of
+# an operator of ours, which is registered with ``torch.library``, the compiler knows only the
+# shapes and dtypes of the results, so it fuses nothing into it. Compiled, *+ attention* leaves
+# layer norm and dropout to the compiler, and *the book's* does not.
 
 # Measuring
-EAGER = {
-    "PyTorch": decoder.PYTORCH,
-    "+ softmax": Operators(partial(standard_attention, softmax=softmax)),
-    "+ attention": Operators(ours),
-    "+ layer norm": Operators(ours, layer_norm_16),
-    "+ dropout": Operators(ours, layer_norm_16, dropout),
-    "SDPA": Operators(sdpa),
-}
-COMPILED = {
-    "torch.compile": decoder.PYTORCH,
-    "SDPA, compiled": Operators(sdpa),
-    "attention, compiled": Operators(ours),
-    "Kernel Book": Operators(ours, layer_norm_16, dropout),
-}
 NAMES = {  # what the page calls the versions, in the order of its figures and tables
     "PyTorch": "formula",
     "SDPA": "SDPA",
@@ -1710,45 +1680,26 @@ COMPILED_NAMES = {
     "attention, compiled": "+ attention",
     "Kernel Book": "the book's",
 }
-
-
-def says(version, attends):
-    """A row of the table of versions."""
-    _, norm, drop = EAGER[version]
-    return {"version": NAMES[version], "attention": attends} | {
-        name: "PyTorch's" if own is theirs else "the book's"
-        for name, own, theirs in (
-            ("layer norm", norm, F.layer_norm),
-            ("dropout", drop, F.dropout),
-        )
-    }
-
-
-lab.table(
-    [
-        says("PyTorch", "the formula"),
-        says("SDPA", "PyTorch's, fused"),
-        says("+ softmax", "the formula, the book's softmax"),
-        says("+ attention", "the book's"),
-        says("+ layer norm", "the book's"),
-        says("+ dropout", "the book's"),
-    ],
-    "The versions, and what each computes with",
+EAGER = {version: VERSIONS[name] for version, name in NAMES.items()}
+COMPILED = {version: VERSIONS[name] for version, name in COMPILED_NAMES.items()}
+norms, per_norm = (
+    2 * SIZES["large"].layers + 1,
+    BATCH * CONTEXT * SIZES["large"].d_model,
 )
 
 # %%
-# We run them eager and compiled. ``torch.compile`` fuses layer norm, dropout, GELU and additions
-# into a few kernels of its own, but cannot look into an operator of ours. So of the book's we
-# compile *+ attention*, which leaves it the rest, and all three together.
-#
-# Is it the same model?
-# ---------------------
-#
-# Before we time them: do the versions compute the same gradients, and do they learn the same?
-#
-# **Gradients.** We compute those of every parameter of a small model three times: with the book's
-# operators and with PyTorch's in float32, and in float64 as the truth. Dropout draws the same masks
-# in all three. The book's error may be at most eight times PyTorch's.
+
+# Folded: What does a layer norm that writes 16 bits save?
+lab.read(
+    "Per number it spares 8 of 14 bytes in forward, and 8 in backward, whose gradient comes in "
+    f"bfloat16. For the {norms} layer norms of a step this is {16 * norms * per_norm / 1e9:.1f} "
+    f"GB, or {1e3 * 16 * norms * per_norm / of_memory:.1f} ms at the speed of a copy."
+)
+
+# %%
+# **Do the versions compute the same?** We compare the gradients of a small model in float32 with
+# those in float64, under the same masks of dropout. The error with the book's operators may be at
+# most eight times that with PyTorch's.
 
 
 # Measuring
@@ -1799,18 +1750,23 @@ def gradient_cases():
 
 # %%
 
-lab.check("Every parameter of a small model", gradient_cases())
+# Measuring
+same_gradients = lab.check("Every parameter of a small model", gradient_cases())
 
 # %%
-# **Learning.** Under autocast the versions round differently, so we compare the losses that they
-# reach. A tiny model trains for 200 steps on the package's own source, one byte per token, from ten
-# seeds. Other masks of dropout alone lead to another loss; to know how far off, we train PyTorch's
-# model twice from each seed, with two sets of masks.
-#
-# A dot is one seed; the line below the dots is their mean with its 95 % interval.
+
+# Reading
+lab.read(same_gradients.plain.split("\n")[0])
+
+# %%
+
+# Folded: The errors of these gradients
+same_gradients
+
+# %%
 
 # Measuring
-LEARNER, WINDOW, TRAINED, EVERY = Size(256, 1024, 4, 4, 256), 256, 200, 10
+LEARNER, WINDOW, TRAINED, EVERY = Size(256, 1024, 4, 4, 256), 256, 160, 10
 SEEDS = range(10)
 LEARNERS = {  # operators, and which masks are drawn
     "PyTorch": (decoder.PYTORCH, 0),
@@ -1932,14 +1888,11 @@ def loss_dots(axes, rows):
     axes.set(xlabel="difference of the loss, mean of the last 30 steps")
 
 
-lab.draw(learned, "How far the losses end apart", losses_in_words, loss_dots)
-
 # %%
 
 # Reading
 by_ours = next(iter(gaps(learned.rows).values()))
 offset, error = mean_and_error(by_ours)
-odd = int(numpy.argmax(abs(by_ours)))
 from_loss, to_loss = (
     statistics.fmean(row[f"Kernel Book, seed {seed}"] for seed in SEEDS)
     if learned.rows
@@ -1947,29 +1900,29 @@ from_loss, to_loss = (
     for row in (learned.rows or [{}])[:: max(1, len(learned.rows) - 1)]
 )
 lab.read(
-    f"**It trains**: with the book's operators the loss falls from {from_loss:.1f} to "
-    f"{to_loss:.1f} and ends {abs(offset):.3f} ± {BY_CHANCE * error:.3f} "
-    f"{'above' if offset > 0 else 'below'} the mean of PyTorch's two runs"
+    f"**And do they learn the same?** From each of {len(SEEDS)} seeds a tiny model trains "
+    f"{learned.rows[-1]['steps'] if learned.rows else nan} steps under autocast. "
+    f"With the book's operators the loss ends {abs(offset):.3f} ± "
+    f"{BY_CHANCE * error:.3f} {'above' if offset > 0 else 'below'} PyTorch's"
     + (
-        f"; one seed alone lies {by_ours[odd]:+.2f} off. "
-        if len(learned.rows) and abs(by_ours[odd]) > 2 * sorted(abs(by_ours))[-2]
-        else ". "
-    )
-    + (
-        "Ten seeds find no difference between the versions."
+        f": {len(SEEDS)} seeds show no difference."
         if abs(offset) < BY_CHANCE * error
-        else "These losses leave a doubt that it is the same model, because chance alone does this "
-        "less than once in 20 times."
+        else ". That leaves a doubt, because chance alone does this less than once in 20 times."
     )
 )
+
+# %%
+
+# Folded: Where each seed ends, and how far two runs of PyTorch's with other masks of dropout differ
+lab.draw(learned, "How far the losses end apart", losses_in_words, loss_dots)
 
 # %%
 # What they are worth in a layer
 # ------------------------------
 #
 # Which operator is worth most, as long as only kernels count? We time forward and backward of one
-# layer in bfloat16, on the GPU alone. 100 % is the speed of a large matmul by cuBLAS, for the FLOPs
-# of the linear layers and of causal attention. Versions with operators of the book are blue.
+# layer under autocast, on the GPU alone. 100 % is the speed of a large matmul by cuBLAS, for the
+# FLOPs of the linear layers and of causal attention.
 
 # Measuring
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
@@ -2109,51 +2062,62 @@ def layer_ms(name):
     return layer.milliseconds_at(name)
 
 
-saved = layer_ms("PyTorch") - layer_ms("+ dropout")
-by_softmax = layer_ms("PyTorch") - layer_ms("+ softmax")
-by_attention = layer_ms("+ softmax") - layer_ms("+ attention")
+def saves(before, after):
+    """How many milliseconds of a layer a change saves."""
+    return layer_ms(before) - layer_ms(after)
+
+
 fusing = layer_ms("attention, compiled") / layer_ms("Kernel Book")
 lab.read(
     (
-        f"**A faster softmax alone saves only {by_softmax:.2f} ms, because the table of scores "
-        "still goes to memory and back.** "
-        if by_softmax < 0.25 * saved
-        else f"A faster softmax alone saves {by_softmax:.2f} ms. "
+        "**A faster softmax alone saves little, because the table of scores still goes to memory "
+        f"and back: {saves('PyTorch', '+ softmax'):.2f} ms.** "
+        if saves("PyTorch", "+ softmax") < 0.25 * saves("PyTorch", "+ dropout")
+        else f"A faster softmax alone saves {saves('PyTorch', '+ softmax'):.2f} ms. "
     )
-    + f"Attention without the table saves {by_attention:.2f} more, and layer norm and dropout "
-    f"together {layer_ms('+ attention') - layer_ms('+ dropout'):.2f}. "
+    + f"Attention without the table saves {saves('+ softmax', '+ attention'):.2f} more. Layer norm "
+    f"saves another {saves('+ attention', '+ layer norm'):.2f}"
+    + (
+        ", and dropout nothing that we can see. "
+        if abs(saves("+ layer norm", "+ dropout")) < 0.01 * layer_ms("+ dropout")
+        else f", and dropout {saves('+ layer norm', '+ dropout'):.2f}. "
+    )
     + "Compiled, the book's layer norm and dropout "
     + (
         "change less than 1 %"
         if abs(fusing - 1) < 0.01
-        else f"{'save' if fusing > 1 else 'cost'} only {100 * abs(1 - 1 / fusing):.0f} %"
-        if abs(fusing - 1) < 0.05
-        else f"make it {layer_ms('Kernel Book'):.2f} ms"
+        else f"{'save' if fusing > 1 else 'cost'} {100 * abs(1 - 1 / fusing):.0f} %"
     )
-    + (
-        ", because there the compiler fuses PyTorch's."
-        if abs(fusing - 1) < 0.05
-        else "."
-    )
+    + ", where they replace kernels that the compiler has fused already."
 )
 
 # %%
 # What they are worth in a step
 # -----------------------------
 #
-# We train the whole of *large* with each version, and set its step beside its layer.
+# Now we train the whole of *large*, with four of these versions, and set a step beside a layer.
 
 # Measuring
 from contextlib import suppress
 
 from torch._dynamo.utils import counters
 
-ROUNDS, GRAPH_ROUNDS, TURN = 4, 12, 2  # at its limit of power a GPU's clock wanders
+# Versions take turns, because at its limit of power a GPU's clock wanders. A turn is one step that
+# finds nothing queued, and TURN steps that are timed; a version has as many turns as fit into some
+# seconds, but a least number and at most MOST_TURNS.
+TURN, MOST_TURNS = 5, 12
 PROFILES = 3
-GRAPHS = {
+GRAPHS = {  # the two that race
     "SDPA, compiled": "SDPA, CUDA graph",
     "Kernel Book": "Kernel Book, CUDA graph",
 }
+ALL_GRAPHS = GRAPHS | {
+    "torch.compile": "torch.compile, CUDA graph",
+    "+ dropout": "+ dropout, CUDA graph",
+    "SDPA": "SDPA eager, CUDA graph",
+    "PyTorch": "PyTorch, CUDA graph",
+}
+STEPPED = ("PyTorch", "SDPA", "+ attention", "+ dropout")  # eager, in whole steps
 PRODUCTS = ("aten::mm", "aten::addmm")
 IN_ATTENTION = ("attention", "softmax", "matmul")  # whose matmuls are aten::bmm
 KINDS = ("linear layers", "attention", "between", "AdamW")
@@ -2173,7 +2137,10 @@ def version_of(training, name, context, operators, compiled):
 
 def one_turn(step):
     """Milliseconds from step to step, with the host free to run ahead; those in which the host
-    launched the step before them, when nothing was queued; and those in which it launched each."""
+    launched the step before them, when nothing was queued; and those in which it launched each.
+
+    A step is launched when its last call returns; nobody waits for the GPU then.
+    """
     torch.cuda.synchronize()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(TURN + 1)]
     begin, launched = time.perf_counter(), []
@@ -2243,9 +2210,6 @@ def busy_ms(events):
     return busy / 1e3
 
 
-longest_kernels = []  # of the versions that race, as their profiles come
-
-
 def profile_of_step(training):
     """The kinds of the kernels of a step, and the milliseconds of each kind."""
     found = profiled(training.whole).events()
@@ -2261,7 +2225,7 @@ def by_kind(times, busy):
     return of_kinds | {"busy, ms": round(busy, 2)}
 
 
-def profile_of_replays(replay, kinds, steps=4):
+def profile_of_replays(replay, kinds, steps=3):
     """The milliseconds of each kind and kernel in a step, as the steps of a race follow each other,
     and those in which any runs. A graph has no operations, so that ``kinds`` tells what each kernel
     belongs to."""
@@ -2278,7 +2242,7 @@ def profile_of_replays(replay, kinds, steps=4):
     return times, busy_ms(found) / steps
 
 
-def profiles_in_turn(steps, kinds, which):
+def profiles_in_turn(steps, kinds):
     """The medians of some profiles of each graph.
 
     The graphs take turns, because two profiles of one graph differ as well: by how much, the range
@@ -2290,14 +2254,6 @@ def profiles_in_turn(steps, kinds, which):
             found[title].append(profile_of_replays(replay, kinds[title]))
     rows = {}
     for title, profiles in found.items():
-        for (kind, kernel), took in profiles[-1][0].most_common(12):
-            row = {
-                "version": title,
-                "kind": kind,
-                "kernel": kernel,
-                "ms": round(took, 2),
-            }
-            longest_kernels.append(which | row)
         each = [by_kind(times, busy) for times, busy in profiles]
         rows[title] = {
             name: statistics.median(row[name] for row in each) for name in each[0]
@@ -2321,10 +2277,11 @@ def graph_of(training):
     return graphs[0], peak
 
 
-def graphs_in_turn(trainings, kinds, which):
+def graphs_in_turn(trainings, kinds):
     """The times, peaks and profiles of steps as CUDA graphs, and why there is none."""
+    wanted = {label: title for label, title in ALL_GRAPHS.items() if label in trainings}
     steps, peaks, times, profiles, remarks = {}, {}, {}, {}, {}
-    for label, title in GRAPHS.items():
+    for label, title in wanted.items():
         try:
             graph, peaks[title] = graph_of(trainings[label])
             steps[title] = graph.replay
@@ -2335,9 +2292,10 @@ def graphs_in_turn(trainings, kinds, which):
             trainings[label].loss = None
             trainings[label].optimizer.zero_grad()
     try:
-        times = times_in_turn(steps, GRAPH_ROUNDS)
+        times = times_in_turn(steps, seconds=4, fewest=5)
         kinds_of = {title: kinds[label] for label, title in GRAPHS.items()}
-        profiles = profiles_in_turn(steps, kinds_of, which)
+        race = {title: replay for title, replay in steps.items() if title in kinds_of}
+        profiles = profiles_in_turn(race, kinds_of)
     except Exception as error:
         remarks |= dict.fromkeys(steps, in_short(error))
     return times, peaks, profiles, remarks
@@ -2348,33 +2306,50 @@ def in_short(error):
     return f"{type(error).__name__}: {first}"[:120]
 
 
-def times_in_turn(steps, rounds=ROUNDS):
-    """What some rounds of turns took, by the name of the version: see one_turn."""
-    times, draw = {label: ([], [], []) for label in steps}, numpy.random.default_rng(0)
-    for _ in range(rounds):
+def times_in_turn(steps, seconds, fewest):
+    """What the turns of each version took, by its name: see one_turn."""
+    counts, draw = {}, numpy.random.default_rng(0)
+    for label, step in steps.items():
+        begin = time.perf_counter()
+        one_turn(step)  # does not count
+        fits = int(seconds / (time.perf_counter() - begin))
+        counts[label] = max(fewest, min(MOST_TURNS, fits))
+    times = {label: ([], [], []) for label in steps}
+    for done in range(max(counts.values(), default=0)):
         for label in draw.permutation(list(steps)):
-            for all_found, found in zip(
-                times[label], one_turn(steps[label]), strict=True
-            ):
-                all_found += found
+            if counts[label] > done:
+                found = one_turn(steps[label])
+                for all_found, of_turn in zip(times[label], found, strict=True):
+                    all_found += of_turn
     return times
 
 
-SAME_STEPS = "host in these steps, ms"
+QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
+TIMES = ("steps", *(f"{what} {q}, ms" for what in ("step", "host") for q in QUANTILES))
+
+
+def quantiles(found, what):
+    """The median of some times and their middle 60 %, by the names of columns."""
+    return {
+        f"{what} {name}, ms": round(float(numpy.quantile(found, share)), 3)
+        for name, share in QUANTILES.items()
+    }
 
 
 def timing_of(times):
-    """The median and the middle 60 % of the times of steps, and the medians of the host's."""
+    """The times of steps, and those in which the host launched them.
+
+    The first step after a pause may find the host slower; in the steps that are timed it may have
+    to wait, if it is a thousand launches ahead. Both are bounds, and the lesser counts.
+    """
     if not times:
-        return dict.fromkeys(("step, ms", "p20, ms", "p80, ms", "host, ms", SAME_STEPS))
-    took, first, same = times
-    low, middle, high = numpy.quantile(took, (0.2, 0.5, 0.8)).round(2).tolist()
-    host, in_these = (round(statistics.median(found), 2) for found in (first, same))
-    found = {"step, ms": middle, "p20, ms": low, "p80, ms": high}
-    return found | {"host, ms": host, SAME_STEPS: in_these}
+        return dict.fromkeys(TIMES)
+    took, first, following = times
+    host = min(first, following, key=statistics.median)
+    return {"steps": len(took)} | quantiles(took, "step") | quantiles(host, "host")
 
 
-def versions_in_turn(name, batch, context, versions):
+def versions_in_turn(name, batch, context, versions, seconds, fewest):
     """A row for each version of a step: (operators, compiled) by its name; and for its graph."""
     backend = best_backend(name, batch, context)
     training = new_training(name, context, "bfloat16").draw(batch, context)
@@ -2393,12 +2368,12 @@ def versions_in_turn(name, batch, context, versions):
             raise RuntimeError(
                 f"{layers} graphs were compiled: a layer was compiled again."
             )
-        times = times_in_turn({label: each.whole for label, each in trainings.items()})
+        launched = {label: each.whole for label, each in trainings.items()}
+        times = times_in_turn(launched, seconds, fewest)
         for label, each in trainings.items():
             kinds[label], profiles[label] = profile_of_step(each)
-        which = {"size": name, "context": context}
         graph_times, graph_peaks, graph_profiles, remarks = graphs_in_turn(
-            trainings, kinds, which
+            trainings, kinds
         )
     times, peaks, profiles = (
         times | graph_times,
@@ -2412,9 +2387,9 @@ def versions_in_turn(name, batch, context, versions):
         | {"SDPA backend": backend, "remark": remarks.get(label, "")}
         | NO_PROFILE
         | profiles.get(label, {})
-        for label in (*versions, *GRAPHS.values())
+        for label in (*versions, *(ALL_GRAPHS[v] for v in versions if v in ALL_GRAPHS))
     ]
-    del training, trainings, each
+    del training, trainings, launched, each
     clean_up()
     return rows
 
@@ -2435,138 +2410,149 @@ NO_PROFILE = dict.fromkeys(
 
 
 def step_ladder():
-    versions = {label: (operators, False) for label, operators in EAGER.items()}
+    versions = {label: (EAGER[label], False) for label in STEPPED}
     versions |= {label: (operators, True) for label, operators in COMPILED.items()}
-    return versions_in_turn("large", BATCH, CONTEXT, versions)
+    return versions_in_turn("large", BATCH, CONTEXT, versions, seconds=5, fewest=4)
 
 
 # %%
 
-steps = lab.measure("A step of large at 1,024, twelve versions", step_ladder)
+
+# Measuring
+def layer_launches():
+    """How long the host takes to launch both passes of a layer while nothing is queued."""
+    point = {
+        "context": CONTEXT,
+        "batch": BATCH,
+        "width": SIZES["large"].d_model,
+        "heads": SIZES["large"].heads,
+        "ff": SIZES["large"].d_ff,
+        "dtype": torch.bfloat16,
+    }
+    runs = layer_providers(**point)
+    del runs["matmul"]
+    for run in runs.values():  # which compiles
+        run()
+        run()
+    times, draw = {name: [] for name in runs}, numpy.random.default_rng(0)
+    for _ in range(12):
+        for name in draw.permutation(list(runs)):
+            for _ in range(10):
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                runs[name]()
+                times[name].append(1e3 * (time.perf_counter() - begin))
+    del runs
+    torch.compiler.reset()
+    freed()
+    return [
+        {"version": name, "calls": len(found)} | quantiles(found, "host")
+        for name, found in times.items()
+    ]
+
+
+layer_host = lab.measure("How long the host takes to launch a layer", layer_launches)
+
+# %%
+
+steps = lab.measure("A step of large at 1,024, and as CUDA graphs", step_ladder)
 
 # %%
 
 
 # Measuring
 def timed(rows):
-    return [row for row in rows if row["step, ms"] is not None]
+    return [row for row in rows if row["step p50, ms"] is not None]
+
+
+BY_VERSION = {row["version"]: row for row in timed(steps.rows)}
 
 
 def step(column, version):
-    found = [row.get(column) for row in timed(steps.rows) if row["version"] == version]
-    return found[0] if found and found[0] is not None else nan
+    """A number of a version's step; NaN where it is not recorded."""
+    found = BY_VERSION.get(version, {}).get(column)
+    return nan if found is None else found
 
 
-def host_of(row):
-    """The milliseconds that the host needs to launch a step, by the lesser of two bounds.
-
-    The first step after a pause may find the host slower; in the steps that are timed it may have
-    to wait, if it is a thousand launches ahead.
-    """
-    found = (row.get(column) for column in ("host, ms", SAME_STEPS))
-    return min((took for took in found if took is not None), default=nan)
+step_ms = partial(step, "step p50, ms")
+host_ms = partial(step, "host p50, ms")
+busy_ms_of = partial(step, "busy, ms")
 
 
-def host_ms(version):
-    found = [host_of(row) for row in timed(steps.rows) if row["version"] == version]
-    return found[0] if found else nan
+def measured(text, *numbers):
+    """A text, if its numbers are there: one graph that fails must not cost a page."""
+    return text if all(number == number for number in numbers) or not BY_VERSION else ""
 
 
-def change(column, before, after):
-    return step(column, after) - step(column, before)
+def overlap(one, other, what):
+    """Whether the middle 60 % of two rows of times overlap."""
+    low, high = (f"{what} {name}, ms" for name in ("p20", "p80"))
+    return one[low] <= other[high] and other[low] <= one[high]
 
 
-def differs(theirs, own):
+def differs(one, other, what="step"):
     """Whether two rows of times differ by 1 %, and the middle 60 % of their times all."""
-    if abs(theirs["step, ms"] / own["step, ms"] - 1) < 0.01:
-        return False
-    return own["p80, ms"] < theirs["p20, ms"] or theirs["p80, ms"] < own["p20, ms"]
+    apart = abs(one[f"{what} p50, ms"] / other[f"{what} p50, ms"] - 1)
+    return apart >= 0.01 and not overlap(one, other, what)
 
 
 def step_row(version):
-    found = [row for row in timed(steps.rows) if row["version"] == version]
-    return found[0] if found else dict.fromkeys(("step, ms", "p20, ms", "p80, ms"), nan)
+    return BY_VERSION.get(version, dict.fromkeys(TIMES, nan))
 
 
-def spread(row):
-    """The median of a version's times, with the middle 60 % of them."""
-    if row["step, ms"] is None:
+def spread(row, what="step"):
+    """The median of some times, with the middle 60 % of them."""
+    if row.get(f"{what} p50, ms") is None:
         return "—"
-    return f"{row['step, ms']:.1f} ({row['p20, ms']:.1f}–{row['p80, ms']:.1f})"
+    low, middle, high = (row[f"{what} {name}, ms"] for name in QUANTILES)
+    return f"{middle:.1f} ({low:.1f}–{high:.1f})"
 
 
 compiled_of = {name: version for version, name in COMPILED_NAMES.items()}
 lab.table(
     [
         {
-            "version": name,
+            "version": NAMES[version],
             "a layer, eager": shown(layer_ms(version), 2),
-            "a step, eager": spread(step_row(version)),
-            "a layer, compiled": shown(layer_ms(compiled_of[name]), 2)
-            if name in compiled_of
-            else "—",
-            "a step, compiled": spread(step_row(compiled_of[name]))
-            if name in compiled_of
-            else "—",
+            "a step, eager": shown(step_ms(version), 0),
+            "a layer, compiled": shown(layer_ms(compiled_of[NAMES[version]]), 2),
+            "a step, compiled": shown(step_ms(compiled_of[NAMES[version]]), 0),
         }
-        for version, name in NAMES.items()
+        for version in STEPPED
     ]
     if steps.rows
     else [],
-    "Milliseconds of a layer, forward and backward on the GPU alone, and of a whole step of large "
-    "at 1,024, p50 (p20–p80). SDPA runs with its faster backend, "
-    f"{listed(sorted({row['SDPA backend'] for row in steps.rows}))}. We tell two steps apart if "
-    "they differ by at least 1 % and the middle 60 % of their times, p20 to p80, do not overlap",
+    "Milliseconds of a layer, forward and backward on the GPU alone, and of a whole step",
 )
 
 # %%
 
 # Reading
-shorten = layer_ms("+ dropout") < layer_ms("+ attention")
-lengthen = (
-    differs(step_row("+ attention"), step_row("+ dropout"))
-    and change("step, ms", "+ attention", "+ dropout") > 0
-)
 last_in_step = (
     min(COMPILED_NAMES, key=layer_ms) == "Kernel Book"
-    and max(COMPILED_NAMES, key=partial(step, "step, ms")) == "Kernel Book"
+    and max(COMPILED_NAMES, key=step_ms) == "Kernel Book"
 )
-our_eager = ("+ attention", "+ layer norm", "+ dropout")
-alike = [  # pairs of our versions
-    f"{NAMES[one]} from {NAMES[other]}"
-    for one, other in combinations(our_eager, 2)
-    if not differs(step_row(one), step_row(other))
-]
+our_took, sdpa_took = step_ms("Kernel Book"), step_ms("SDPA, compiled")
 lab.read(
     (
-        "**Our layer norm and dropout make a layer faster, and a step slower.** "
-        if shorten and lengthen
-        else ""
-    )
-    + (
-        "**The order of the bars does not survive: compiled, the book's layer is the fastest and "
-        f"its step the slowest by the median**, {step('step, ms', 'Kernel Book'):.0f} ms against "
-        f"{step('step, ms', 'SDPA, compiled'):.0f} with SDPA and "
-        f"{step('step, ms', 'torch.compile'):.0f} with the formula"
-        + (
-            ""
-            if differs(step_row("torch.compile"), step_row("Kernel Book"))
-            else ", whose p20–p80 overlaps with ours"
-        )
-        + ". "
+        "**The order of the bars does not survive: compiled, the book's layer is the fastest, and "
+        "its step the slowest.** "
         if last_in_step
-        else ""
+        else "**The order of the bars does not survive: compiled, the book's layer is the faster, "
+        "and SDPA's step.** "
+        if layer_ms("Kernel Book") < layer_ms("SDPA, compiled") and sdpa_took < our_took
+        else "**The order of the bars survives.** "
     )
     + (
-        f"Eager, where p20–p80 overlaps, we do not tell {', nor '.join(alike)}."
-        if alike
-        else ""
+        "What is it that a layer on the GPU alone does not show?"
+        if sdpa_took < our_took
+        else "But does the GPU alone decide how long a step takes?"
     )
 )
 
 # %%
 # A step keeps two machines busy: the GPU runs the kernels, and the host launches every one of them.
-# An operator of ours runs Python where PyTorch's runs C++, so its launch takes longer. The picture
+# An operator of ours runs Python where PyTorch's runs C++, and its launch takes longer. The picture
 # follows five launches of a layer; its lengths are schematic.
 #
 # .. image:: /figures/transformer-launches.svg
@@ -2583,20 +2569,19 @@ lab.read(
 #    The slower of two sets the pace of a step: the GPU, which runs the kernels, or the host, which
 #    launches them.
 #
-# In the figure, the narrow bar is how long the host takes to launch a step. The wide bar is the
-# step: in colours its kernels by kind, and dotted the time in which the GPU waits. *Element-wise*
-# stands for layer norm, dropout, GELU, additions and casts.
+# The narrow bar of the figure is the host: a clock is read when the last call of a step returns,
+# before anyone waits for the GPU. The wide bar is the step: in colours its kernels, where *between
+# the matmuls* are layer norm, dropout, GELU, additions and casts, and dotted the time in which the
+# GPU waits.
 
 # Drawing
 FOLLOWED = {  # the versions that are drawn, and what the figure calls them
-    "eager": {
-        name: NAMES[name] for name in NAMES if name not in ("PyTorch", "+ softmax")
-    },
+    "eager": {version: NAMES[version] for version in STEPPED if version != "PyTorch"},
     "compiled": {
         name: COMPILED_NAMES[name] for name in COMPILED_NAMES if name != "torch.compile"
     },
 }
-KIND_NAMES = {kind: kind for kind in KINDS} | {"between": "element-wise"}
+KIND_NAMES = {kind: kind for kind in KINDS} | {"between": "between the matmuls"}
 INKS = {
     "linear layers": lab.colour("matmul"),
     "attention": lab.colour("Kernel Book"),
@@ -2610,8 +2595,8 @@ def steps_in_words(rows):
     return "Milliseconds of a step. " + " ".join(
         f"{mode.capitalize()}: "
         + "; ".join(
-            f"{label} {rows[name]['step, ms']:.1f}, its kernels {rows[name]['busy, ms']:.1f}, "
-            f"launched in {host_of(rows[name]):.1f}"
+            f"{label} {rows[name]['step p50, ms']:.1f}, its kernels "
+            f"{rows[name]['busy, ms']:.1f}, launched in {rows[name]['host p50, ms']:.1f}"
             for name, label in versions.items()
             if name in rows
         )
@@ -2636,7 +2621,7 @@ def step_bars(axes, rows):
             place += 1
             ticks[place] = label
             row = rows[name]
-            host, took, reached = host_of(row), row["step, ms"], 0
+            host, took, reached = row["host p50, ms"], row["step p50, ms"], 0
             axes.barh(place - 0.34, host, 0.16, color=grey, alpha=0.45)
             beside(axes, host, place - 0.36, f"host {host:.0f}")
             for kind, ink in INKS.items():
@@ -2663,106 +2648,111 @@ lab.draw(steps, "A step of large at 1,024, by host and GPU", steps_in_words, ste
 # %%
 
 
-# Measuring
-def of_host(chapter):
-    """Microseconds of the host for both passes of a chapter's operator: ours and PyTorch's."""
-    rows = of_record(chapter, "What a call costs the host")
-    both = {row["pass"]: row for row in rows}.get("forward and backward", {})
-    return [both.get(f"{name} (µs)", nan) for name in ("Kernel Book", "PyTorch")]
-
-
-n_layers = SIZES["large"].layers
-calls_of = {  # operator: the chapter that timed it, its calls in a step
-    "attention": ("attention_backward", n_layers),
-    "layer norm": ("layer_norm", norms),
-    "dropout": ("dropout", 2 * n_layers),
-}
-host_rows = [
-    {
-        "operator": name,
-        "calls in a step": calls,
-        "the book's, µs": round(own),
-        "PyTorch's, µs": round(theirs),
-        "longer in a step, ms": round(calls * (own - theirs) / 1e3, 1),
-    }
-    for name, (chapter, calls) in calls_of.items()
-    for own, theirs in [of_host(chapter)]
-    if own == own and theirs == theirs
-]
-
-# %%
-
 # Reading
-our_took, sdpa_took = (
-    step("step, ms", name) for name in ("Kernel Book", "SDPA, compiled")
-)
-our_host, sdpa_host = (host_ms(name) for name in ("+ dropout", "SDPA"))
-pace = {  # how far a step is from the slower of host and GPU
-    name: step("step, ms", name) / max(host_ms(name), step("busy, ms", name)) - 1
+our_host, sdpa_host = host_ms("+ dropout"), host_ms("SDPA")
+with_ours = ("+ attention", "+ dropout", "attention, compiled", "Kernel Book")
+waits = {
+    name: host_ms(name) / busy_ms_of(name)
     for versions in FOLLOWED.values()
     for name in versions
 }
-paced = max(map(abs, pace.values()))
-waits = {name: host_ms(name) / step("busy, ms", name) for name in pace}
-by_host = [name for name in pace if waits[name] > 1.1]
-ours_alone = all(
-    (waits[name] > 1.1) == (name not in ("SDPA", "SDPA, compiled")) for name in waits
-)
+paces = all(waits[name] > 1.1 for name in with_ours)
+compiled_host, eager_host = step_row("Kernel Book"), step_row("+ dropout")
 lab.read(
     (
-        "**It is the host wherever operators of the book are in the step.** "
-        if by_host and ours_alone and paced < 0.25
-        else "**Where the host needs longer than the kernels, the step follows the host.** "
-        if by_host and paced < 0.25
+        "**With operators of the book the host sets the pace, because it needs longer for the "
+        "launches than the GPU for the kernels.** "
+        if paces
         else ""
     )
-    + f"Eager, it launches a step in {sdpa_host:.0f} ms with SDPA, and in "
-    f"{min(map(host_ms, our_eager)):.0f} to {max(map(host_ms, our_eager)):.0f} with our three "
-    "versions. "
+    + f"Eager, it launches a step in {our_host:.0f} ms with all of ours, and in {sdpa_host:.0f} "
+    "with SDPA. "
     + (
-        "Compiling hardly helps, because compiled code still calls our operators one by one. "
-        if abs(host_ms("Kernel Book") / our_host - 1) < 0.15
-        else ""
+        "Compiling changes our launches by less than they scatter"
+        if overlap(compiled_host, eager_host, "host")
+        else "Compiling shortens our launches"
+        if compiled_host["host p50, ms"] < eager_host["host p50, ms"]
+        else "Compiling lengthens our launches, probably because compiled code calls our operators "
+        "through PyTorch's dispatcher"
     )
-    + (
-        "A bar of the host may be longer than its step (here by up to "
-        f"{100 / (1 + min(pace.values())) - 100:.0f} %), because it is of the first step after a "
-        "pause, and the step is the median of those that follow. "
-        if min(pace.values()) < -0.05
-        else ""
-    )
+    + ". Launch times scatter, so we trust this gap to SDPA, and not the order of our versions. "
+    "The launches of one layer, in the fold, scatter less."
 )
 
 # %%
 
-# Folded: What does one call cost the host?
-lab.table(
-    host_rows,
-    "Microseconds in which one call of an operator, forward and backward, keeps the host busy, as "
-    "the chapters on the operators measured it",
-)
+
+# Measuring
+def of_layer_host(version, column="host p50, ms"):
+    return number(layer_host, column, version)
+
+
+ADDED = {
+    "+ attention": "attention",
+    "+ layer norm": "layer norm",
+    "+ dropout": "dropout",
+}
+dearer = {  # by how many milliseconds each of our operators lengthens the launches of a layer
+    ADDED[after]: of_layer_host(after) - of_layer_host(before)
+    for before, after in pairwise(("SDPA", *ADDED))
+}
+dearest = max(dearer, key=dearer.get)
+
+
+# Drawing
+def layer_spread(version):
+    """The median of the launches of a layer, with the middle 60 % of them."""
+    row = {row["version"]: row for row in layer_host.rows}[version]
+    low, middle, high = (row[f"host {name}, ms"] for name in QUANTILES)
+    return f"{middle:.2f} ({low:.2f}–{high:.2f})"
+
 
 # %%
 
-# Folded: What are the numbers of all versions, and which kinds of kernels get shorter?
+# Folded: The launches of one layer, by version
 lab.table(
     [
         {
-            "version": row["version"],
-            "step, ms": shown(row["step, ms"]),
-            "p20 to p80": f"{row['p20, ms']:.1f} to {row['p80, ms']:.1f}",
-            "host": shown(host_of(row)),
-            "peak, GiB": shown(row["peak, GiB"]),
+            "version": name,
+            "eager, ms": layer_spread(version),
+            "compiled, ms": layer_spread(compiled_of[name])
+            if name in compiled_of
+            else "—",
+            "kernels, eager, ms": shown(layer_ms(version), 2),
         }
-        | {KIND_NAMES[kind]: shown(row[f"{kind}, ms"]) for kind in KINDS}
-        | {"kernels": shown(row["busy, ms"])}
-        for row in timed(steps.rows)
+        for version, name in NAMES.items()
+    ]
+    if layer_host.rows
+    else [],
+    "How long the host takes to launch forward and backward of one layer of large, while nothing "
+    "is queued: medians of 120 calls, and the middle 60 % of them. Of our operators, "
+    f"{dearest} adds the most, {dearer[dearest]:.2f} ms",
+)
+
+# %%
+
+# Folded: The steps in numbers, and the kinds of their kernels
+lab.table(
+    [
+        {
+            "mode": mode,
+            "version": label,
+            "step": spread(BY_VERSION[name]),
+            "host": spread(BY_VERSION[name], "host"),
+            "steps": BY_VERSION[name]["steps"],
+        }
+        | {KIND_NAMES[kind]: shown(BY_VERSION[name][f"{kind}, ms"]) for kind in KINDS}
+        | {"kernels": shown(BY_VERSION[name]["busy, ms"])}
+        for mode, versions in RUNGS.items()
+        for name, label in versions.items()
+        if name in BY_VERSION
     ],
-    f"Milliseconds of a step of large at 1,024 (the median of {ROUNDS * TURN} steps, or of "
-    f"{GRAPH_ROUNDS * TURN} of a graph, and the middle 60 % of them), of the host to launch one, "
-    "and of the kernels by kind in other steps, under the profiler; and the peak of memory. The "
-    "record calls the book's compiled operators Kernel Book; element-wise includes the formula's "
-    "scale and mask",
+    "Milliseconds of a step of large at 1,024, and of the host to launch it, each with the middle "
+    "60 % of its times. SDPA runs with its faster backend, "
+    + listed(sorted({row["SDPA backend"] for row in steps.rows}) or ["—"])
+    + ". The kernels are those of other steps, under the profiler. In the formula, between the "
+    "matmuls includes scale and mask, and the host's time is an upper bound, because a host that "
+    "is a thousand launches ahead waits for the GPU",
 )
 
 # %%
@@ -2771,27 +2761,34 @@ lab.table(
 #
 # How fast are the same kernels if no launch delays them? A :term:`CUDA graph` records the launches
 # of a step once; from then on one call of the host replays them all. Our step is
-# ``training.whole()``: forward, backward and optimiser.
+# ``training.whole()``: forward, backward and optimiser. ``model`` is a version from above, compiled
+# or eager.
 #
 # .. code-block:: python
 #
 #    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 #    training = Training(model, optimizer, torch.bfloat16).draw(4, 1024)
-#    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
 #
+#    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
 #    stream.wait_stream(torch.cuda.current_stream())
-#    with torch.cuda.stream(stream):  # not in the graph: what is set up once
-#        training.whole()
+#    with torch.cuda.stream(stream):
+#        training.whole()             # run, and not recorded
 #    torch.cuda.current_stream().wait_stream(stream)
 #
 #    for group in optimizer.param_groups:
-#        group["capturable"] = True   # fused AdamW counts its steps on the GPU
+#        group["capturable"] = True
 #    with torch.cuda.graph(graph, stream=stream):
 #        training.whole()             # recorded, and not run
 #    graph.replay()                   # one step, with new masks of dropout
 #
-# The masks are new, because the graph reads the state of PyTorch's generator from memory of the
-# GPU, where each replay first writes the next one.
+# A capture takes place on a stream of its own. A step runs there first, because what happens only
+# once must not be recorded: compiling, and what libraries set up for a new stream. Streams do not
+# wait for each other by themselves, so ``wait_stream`` keeps the order. ``capturable`` says that
+# AdamW counts its steps on the GPU, without which PyTorch refuses the capture; set before, it draws
+# a warning.
+#
+# Each replay has new masks: before it, PyTorch writes the state of its generator into memory of the
+# GPU that the graph reads.
 
 # Folded: The function that captures, whole
 lab.source(decoder.captured)
@@ -2805,16 +2802,15 @@ MODES = {
         name: COMPILED_NAMES[name]
         for name in ("torch.compile", "SDPA, compiled", "Kernel Book")
     },
-    "CUDA graph": {"SDPA, CUDA graph": "SDPA", "Kernel Book, CUDA graph": "the book's"},
 }
 lab.table(
     [
         {
             "mode": mode,
             "version": label,
-            "step, ms": shown(step("step, ms", name)),
-            "kernels, ms": shown(step("busy, ms", name)),
-            "host, ms": shown(host_ms(name)),
+            "kernels": shown(busy_ms_of(name)),
+            "by the host": shown(step_ms(name)),
+            "as a graph": shown(step_ms(ALL_GRAPHS[name])),
             "peak, GiB": shown(step("peak, GiB", name)),
         }
         for mode, versions in MODES.items()
@@ -2822,65 +2818,82 @@ lab.table(
     ]
     if steps.rows
     else [],
-    "A step of large at 1,024; the graphs are of compiled steps. The kernels are timed in "
-    "other steps, under the profiler; the formula's host time is an upper bound, because a host "
-    "that is a thousand launches ahead waits for the GPU",
+    "Milliseconds of a step: its kernels, launched by the host, and as a graph",
 )
 
 # %%
 
 # Reading
-graphed, sdpa_graphed = "Kernel Book, CUDA graph", "SDPA, CUDA graph"
-shorter = {  # by how much a change shortens the kernels
-    "operators": -change("busy, ms", "PyTorch", "+ dropout"),
-    "SDPA": -change("busy, ms", "PyTorch", "SDPA"),
-    "compiling the formula": -change("busy, ms", "PyTorch", "torch.compile"),
-    "compiling ours": -change("busy, ms", "+ dropout", "Kernel Book"),
-    "the graph": -change("busy, ms", "Kernel Book", graphed),
-}
-no_waiting = step("step, ms", graphed) < 1.05 * step("busy, ms", graphed)
+graphed, sdpa_graphed = ALL_GRAPHS["Kernel Book"], ALL_GRAPHS["SDPA, compiled"]
+eager_graphed, formula_graphed = ALL_GRAPHS["+ dropout"], ALL_GRAPHS["PyTorch"]
+no_waiting = step_ms(graphed) < 1.05 * busy_ms_of(graphed)
+gained = {name: step_ms(name) / step_ms(title) for name, title in ALL_GRAPHS.items()}
 lab.read(
-    (
-        "**So it was the host.** "
-        if no_waiting
-        and our_took > 1.1 * sdpa_took
-        and step("step, ms", graphed) < 1.02 * step("step, ms", sdpa_graphed)
-        else ""
+    measured(
+        "**So it was the host: as a graph, the book's compiled step takes "
+        f"{step_ms(graphed):.0f} ms instead of {our_took:.0f}.** "
+        if no_waiting and gained["Kernel Book"] > 1.1
+        else f"As a graph, the book's compiled step takes {step_ms(graphed):.0f} ms instead of "
+        f"{our_took:.0f}. ",
+        step_ms(graphed),
     )
-    + f"As a graph, the step with the book's operators takes {step('step, ms', graphed):.1f} ms "
-    f"instead of {our_took:.1f}"
-    + (", hardly longer than its kernels" if no_waiting else "")
-    + f"; that with SDPA takes {step('step, ms', sdpa_graphed):.1f}."
+    + measured(
+        "Its difference from the graph with SDPA is within the scatter."
+        if not differs(step_row(sdpa_graphed), step_row(graphed))
+        else "It is faster than the graph with SDPA."
+        if step_ms(graphed) < step_ms(sdpa_graphed)
+        else "It is slower than the graph with SDPA.",
+        step_ms(graphed),
+        step_ms(sdpa_graphed),
+    )
 )
 
 # %%
+
 
 # Reading
+by_kernels = busy_ms_of(sdpa_graphed) - busy_ms_of(graphed)
+by_step = step_ms(sdpa_graphed) - step_ms(graphed)
+by_compiling = step_ms(eager_graphed) - step_ms(graphed)
 lab.read(
-    (
-        "**Operators shorten the kernels, from "
-        f"{step('busy, ms', 'PyTorch'):.0f} ms to {step('busy, ms', '+ dropout'):.0f}; compiling "
-        "shortens those of the formula and hardly ours; a graph shortens none, but none waits for "
-        "the host any more.** "
-        if min(shorter["operators"], shorter["SDPA"])
-        > shorter["compiling the formula"]
-        > 10
-        and -1 < shorter["compiling ours"] < 5
-        and shorter["the graph"] < 1
-        and no_waiting
-        else ""
+    measured(
+        "A graph alone, without compiling, takes the step with our operators from "
+        f"{step_ms('+ dropout'):.0f} ms to {step_ms(eager_graphed):.0f}"
+        + (
+            f", and compiling saves another {by_compiling:.1f}. "
+            if by_compiling > 0.05
+            else ", and compiling adds nothing to that. "
+        ),
+        by_compiling,
     )
-    + f"The book's operators take the peak of the memory from {step('peak, GiB', 'PyTorch'):.1f} "
-    f"GiB to {step('peak, GiB', '+ dropout'):.1f}, and SDPA to {step('peak, GiB', 'SDPA'):.1f}: it "
-    "is the table that goes."
+    + measured(
+        "To the eager formula it brings next to nothing, because there the kernels take longer "
+        "than the launches. "
+        if gained["PyTorch"] < 1.03 and host_ms("PyTorch") < busy_ms_of("PyTorch")
+        else f"From the eager formula it takes {100 - 100 / gained['PyTorch']:.0f} %. ",
+        gained["PyTorch"],
+    )
+    + measured(
+        f"One loss remains: compiled, our graph's kernels are {by_kernels:.1f} ms shorter than "
+        "those with "
+        + (
+            f"SDPA, and its step only {by_step:.1f} ms. "
+            if by_step > 0
+            else f"SDPA, and its step is {-by_step:.1f} ms longer. "
+        )
+        + "We have not found where the rest goes."
+        if by_kernels > 0.5 and by_kernels - by_step > 0.5
+        else "",
+        by_kernels,
+    )
 )
 
 # %%
-# Four more models
-# ----------------
+# Other sizes, and a longer context
+# ---------------------------------
 #
-# We race the two graphs in three more sizes and at one longer
-# context, 16,384, where the batch is a single sequence.
+# Is that so in other models? The two compiled steps, with SDPA and with our operators, race in
+# three more sizes, and in *large* at a context of 16,384 with a single sequence.
 
 # Measuring
 RACES = (
@@ -2896,7 +2909,7 @@ def races():
     rows = []
     for name, context, batch in RACES:
         try:
-            rows += versions_in_turn(name, batch, context, versions)
+            rows += versions_in_turn(name, batch, context, versions, 3, fewest=2)
             continue
         except Exception as error:  # one model that fails must not cost the others
             reason = in_short(error)
@@ -2911,9 +2924,41 @@ def races():
     return rows
 
 
-more = lab.measure("Compiled steps of other models, with and without a graph", races)
+more = lab.measure("Compiled steps of other models, and as CUDA graphs", races)
 
 # %%
+
+
+# Measuring
+def heads_of_80():
+    """Both passes of attention in the shape of 2.7B, with heads of other sizes beside its 80."""
+    heads, rows = SIZES["2.7B"].heads, []
+    backend = BACKENDS[best_backend("2.7B", BATCH, CONTEXT)]
+    for head_dim in (64, 80, 128):
+        inputs = [drawn(BATCH, heads, CONTEXT, head_dim) for _ in range(4)]
+        times = medians_in_turn(
+            {
+                name: grid_runs(attend, *inputs)["both, ms"]
+                for name, attend in {"SDPA": fused(backend), "the book's": ours}.items()
+            }
+        )
+        rows.append(
+            {"head size": head_dim}
+            | {f"{name}, ms": round(took, 4) for name, took in times.items()}
+        )
+    del inputs
+    freed()
+    return rows
+
+
+of_heads = lab.measure("Attention of 2.7B by the size of its heads", heads_of_80)
+
+# %%
+
+
+def model_name(size, context):
+    """What the page calls a model: the context is 1,024 unless its name says another."""
+    return size if context == CONTEXT else f"{size} at {context:,}"
 
 
 def raced():
@@ -2921,58 +2966,50 @@ def raced():
     found = defaultdict(dict)
     for row in (*more.rows, *steps.rows):
         if row["version"] in (*GRAPHS, *GRAPHS.values()):
-            found[f"{row['size']} at {row['context']:,}"][row["version"]] = row
-    names = [f"{size} at {CONTEXT:,}" for size in SIZES] + [f"large at {LONG:,}"]
+            name = model_name(row["size"], row["context"])
+            found[name][row["version"]] = row
+    names = [*SIZES, model_name("large", LONG)]
     return {name: found[name] for name in names if name in found}
 
 
 def ratio(rows, theirs, own):
     """How many times as fast the second of two versions is."""
-    times = rows[theirs]["step, ms"], rows[own]["step, ms"]
+    times = rows[theirs]["step p50, ms"], rows[own]["step p50, ms"]
     return nan if None in times else times[0] / times[1]
 
 
 race, without, graphs = raced(), list(GRAPHS), list(GRAPHS.values())
-
-
-def apart(model):
-    """Whether the graphs of a model differ, by the rule."""
-    return differs(*(race[model][name] for name in graphs))
-
-
-def verdict(model):
-    """By how much the time of our graph differs, if it does by the rule."""
-    fast = ratio(race[model], *graphs)
-    if fast != fast:
-        return "—"
-    if not apart(model):
-        return "not told apart"
-    return f"{100 / fast - 100:+.1f} %".replace("-", "−")
-
-
+race = {model: rows for model, rows in race.items() if {*without, *graphs} <= {*rows}}
+far = model_name("large", LONG)
 lab.table(
     [
-        {
-            "model": model,
-            "SDPA": spread(rows[graphs[0]]),
-            "the book's": spread(rows[graphs[1]]),
-            "difference": verdict(model),
-            "SDPA, no graph": shown(rows[without[0]]["step, ms"], 0),
-            "the book's, no graph": shown(rows[without[1]]["step, ms"], 0),
+        {"model": model}
+        | {
+            f"{'graph' if name in graphs else 'host'}: {label}": shown(
+                rows[name]["step p50, ms"], 0 if name in without else 1
+            )
+            for name, label in zip(
+                (*graphs, *without), ("SDPA", "the book's") * 2, strict=True
+            )
         }
         for model, rows in race.items()
     ],
-    "Milliseconds of a compiled step: as a CUDA graph, p50 (p20–p80), and launched by the host",
+    f"Milliseconds of a compiled step, at a context of {CONTEXT:,} unless named: as a graph, and "
+    "launched by the host",
 )
 
 # %%
 
 
 # Reading
+def apart(model, names=graphs):
+    """Whether two versions of a model differ, by the rule."""
+    rows = [race[model][name] for name in names]
+    return not any(row["step p50, ms"] is None for row in rows) and differs(*rows)
+
+
 by_model = {model: ratio(rows, *graphs) for model, rows in race.items()}
 by_model = {model: value for model, value in by_model.items() if value == value}
-
-
 ahead = [name for name, value in by_model.items() if value > 1 and apart(name)]
 behind = [name for name, value in by_model.items() if value < 1 and apart(name)]
 level = [name for name in by_model if not apart(name)]
@@ -2982,55 +3019,45 @@ failed = [
     for row in rows.values()
     if row["remark"]
 ]
-
-
-far = f"large at {LONG:,}"
 waiting = [
     model
     for model, rows in race.items()
-    if ratio(rows, *without) < 0.9 and differs(*(rows[name] for name in without))
+    if ratio(rows, *without) < 0.9 and apart(model, without)
 ]
 no_gain = [
     model
-    for model, rows in race.items()
-    if ratio(rows, *graphs) == ratio(rows, *graphs)
-    and not any(differs(rows[name], rows[GRAPHS[name]]) for name in without)
-    and all(host_of(rows[name]) < rows[name]["busy, ms"] for name in without)
+    for model in by_model
+    if not any(apart(model, (name, GRAPHS[name])) for name in without)
+    and all(
+        race[model][name]["host p50, ms"] < race[model][name]["busy, ms"]
+        for name in without
+    )
 ]
 lab.read(
     (
-        f"**As a graph, the step with the book's operators is faster in {listed(ahead)}"
+        f"**As graphs, our operators win in {listed(ahead)}"
         if ahead
-        else "**As a graph, the step with the book's operators is faster in no model"
+        else "**As graphs, our operators win in no model"
     )
-    + (f", and slower in {listed(behind)}" if behind else ", and slower in none")
+    + (f", and lose in {listed(behind)}" if behind else ", and lose nowhere")
     + ".** "
+    + (f"In {listed(level)} the difference is within the scatter. " if level else "")
     + (
-        f"Launched by the host, it is far slower in {listed(waiting)}"
-        + (
-            ", where our launches take longer than the kernels. "
-            if all(
-                host_of(race[model][without[1]]) > race[model][without[1]]["busy, ms"]
-                for model in waiting
-            )
-            else ". "
-        )
+        f"Launched by the host, they are far slower in {listed(waiting)}. "
         if waiting
         else ""
     )
     + (
-        f"In {listed(no_gain)}, where the kernels take longer than the launches, our rule tells no "
-        "graph from a step without one. "
+        f"In {listed(no_gain)}, where the kernels take longer than the launches, a graph brings "
+        "nothing that we can tell. "
         if no_gain
         else ""
     )
     + (f"Not measured: {'; '.join(failed)}." if failed else "")
+    + ("" if race else f"{nan}")
 )
 
 # %%
-# Which kernels make the difference? Three profiles of each graph, taken in turn, tell: a bar shows
-# by how much longer a kind of kernels takes with the book's operators. The linear layers run the
-# same kernels in both graphs, so their bars show how far to trust the others.
 
 
 # Reading
@@ -3067,13 +3094,16 @@ APART = {
 }
 
 
+with_profiles = [model for model in race if not math.isnan(longer(model, "busy, ms"))]
+
+
 def kinds_in_words(_):
     said = (
         f"{model}: "
         + ", ".join(
             f"{KIND_NAMES[kind]} {longer(model, f'{kind}, ms'):+.1f}" for kind in APART
         )
-        for model in race
+        for model in with_profiles
     )
     return f"Milliseconds that kernels take longer with the book's: {'; '.join(said)}."
 
@@ -3083,7 +3113,7 @@ def kind_bars(axes, _):
     axes.grid(axis="y", visible=False)
     axes.axvline(0, color=lab.colour("copy"), linewidth=0.9)
     has_scatter = False
-    for place, model in enumerate(race):
+    for place, model in enumerate(with_profiles):
         for row, (kind, ink) in enumerate(APART.items()):
             apart_by = longer(model, f"{kind}, ms")
             where_to = place + 0.27 * (row - 1)
@@ -3106,7 +3136,7 @@ def kind_bars(axes, _):
                 fontsize=10,
             )
     axes.margins(x=0.12)
-    axes.set_yticks(range(len(race)), list(race))
+    axes.set_yticks(range(len(with_profiles)), with_profiles)
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
     axes.set(xlabel="ms longer (right) or shorter (left) with the book's operators")
@@ -3120,27 +3150,15 @@ def kind_bars(axes, _):
     axes.legend(handles=handles, loc="lower left", frameon=False)
 
 
+# %%
+
+# Folded: The kinds of kernels in which the two graphs differ
 lab.draw(more, "Where the two graphs differ", kinds_in_words, kind_bars)
 
 # %%
 
 
 # Reading
-def padded(model):
-    """What the heads of a model have to do with tiles, where their size is no power of two."""
-    shape = SIZES[model.partition(" ")[0]]
-    head = shape.d_model // shape.heads
-    tile = 1 << (head - 1).bit_length()
-    return (
-        f". Its heads have {head} numbers, which our kernels pad to {tile}; we suspect the "
-        "padding"
-    ) * (head < tile)
-
-
-share_of = {
-    context: 100 * 7 * context / (72 * SIZES["large"].d_model + 7 * context)
-    for context in (CONTEXT, LONG)
-}
 sides = {  # the models in which a kind of kernels is clearly faster or slower
     (kind, sign): [
         model
@@ -3150,81 +3168,58 @@ sides = {  # the models in which a kind of kernels is clearly faster or slower
     for kind in ("attention", "between")
     for sign in (-1, 1)
 }
+FEW = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five"}
 
 
 def tally(kind):
-    """In how many models a kind of kernels is faster or slower with the book's operators."""
-    faster, slower = len(sides[kind, -1]), len(sides[kind, 1])
-    return f"faster in {faster} of {len(race)} models" + (
-        f" and slower in {slower}" if slower else ""
-    )
+    """In which models a kind of kernels takes less or more time with the book's operators."""
+    faster, slower = sides[kind, -1], sides[kind, 1]
+    return (
+        f"less time in {FEW[len(faster)]} of {FEW[len(race)]} models"
+        if faster
+        else "less time in no model"
+    ) + (f" and more in {listed(slower)}" if slower else "")
 
 
-of_kind = any(
-    scatter_of(model, "attention") == scatter_of(model, "attention") for model in race
-)
-same = {model: abs(longer(model, "linear layers, ms")) for model in race}
+pads = number(of_heads, "the book's, ms", 80) / number(of_heads, "the book's, ms", 128)
 lab.read(
-    "**Element-wise kernels are "
-    f"{tally('between')}; attention is {tally('attention')}.** "
+    "Profiles compare the kernels of the two graphs. Between the matmuls ours take "
+    f"{tally('between')}. In attention they take {tally('attention')}. "
     + (
-        "We count a bar only if it is longer than the profiles scatter. "
-        if of_kind
-        else "The linear layers differ by up to "
-        f"{max(same.values(), default=nan):.1f} ms, and we count a bar only if it is longer than "
-        "theirs. "
-    )
-    + (
-        f"At {LONG:,}, where attention is {share_of[LONG]:.0f} % of the FLOPs of a layer instead "
-        f"of {share_of[CONTEXT]:.0f} %, it saves {-longer(far, 'attention, ms'):.1f} ms. "
-        if far in sides["attention", -1]
+        "Our kernels pad the heads of 2.7B, which have 80 numbers, to 128. They take "
+        f"{100 * pads:.0f} % of the time of heads of 128"
+        + (
+            ", so it is the padding that costs. "
+            if pads > 0.9
+            else ", for 5/8 of the FLOPs, so the padding costs something. "
+            if pads > 0.7
+            else ", so the padding does not explain it. "
+        )
+        if "2.7B" in sides["attention", 1]
         else ""
     )
-    + "".join(
-        f"In {model} it takes {longer(model, 'attention, ms'):.1f} ms longer{padded(model)}. "
-        for model in sides["attention", 1]
-    )
+    + ("" if race else f"{nan}")
 )
 
 # %%
 
-# Folded: What are the numbers of this figure?
+# Folded: These races in numbers
 lab.table(
     [
-        {"model": model}
-        | {
-            KIND_NAMES[kind]: " / ".join(
-                shown(rows[name][f"{kind}, ms"]) for name in graphs
-            )
-            for kind in KINDS
+        {
+            "model": model,
+            "graph": label,
+            "step": spread(rows[name]),
+            "steps": rows[name]["steps"],
+            "kernels": shown(rows[name]["busy, ms"]),
         }
-        | {"all": " / ".join(shown(rows[name]["busy, ms"]) for name in graphs)}
-        | {"race": " / ".join(shown(rows[name]["step, ms"]) for name in graphs)}
-        | {
-            "range": " / ".join(
-                shown(rows[name].get(RANGE.format("linear layers"))) for name in graphs
-            )
-        }
+        | {KIND_NAMES[kind]: shown(rows[name][f"{kind}, ms"]) for kind in KINDS}
         for model, rows in race.items()
+        for name, label in zip(graphs, ("SDPA", "the book's"), strict=True)
     ],
-    "Milliseconds of the kernels of a step, SDPA / the book's, the medians of three profiles of a "
-    "graph; beside them the time of a step in the race, and by how much the linear layers of the "
-    "three profiles differ",
-)
-
-# %%
-
-# Measuring
-longest_of = lab.measure(
-    "The kernels that take most in a compiled step", lambda: list(longest_kernels)
-)
-
-# %%
-
-# Folded: Which kernels take most?
-lab.table(
-    [row | {"kind": KIND_NAMES[row["kind"]]} for row in longest_of.rows],
-    "The kernels that take most in a compiled step, captured as a graph, in milliseconds",
+    "Milliseconds of a step as a graph, with the middle 60 % of them, and of its kernels by kind, "
+    "the medians of three profiles. We call two steps different if their medians are at least 1 % "
+    "apart and the middle 60 % of their times do not overlap",
 )
 
 # %%
@@ -3242,17 +3237,29 @@ for dtype in (torch.float32, torch.bfloat16):
     print(f"{dtype}: {weight.item():.4f} after 1,000 updates of -0.001")
 
 # %%
-# **A graph replayed on other data.** A CUDA graph reads its batch where it lay at capture. So
-# ``training.tokens.copy_(batch)`` gives it the next batch, and ``training.tokens = batch`` does
-# not, because that only gives other memory the name: the next replay trains on the old batch again,
-# without an error. Here a function that keeps its tensor stands in for the graph:
+# **A graph replayed on other data.** A CUDA graph reads its batch from the memory where it lay at
+# capture. So ``training.tokens.copy_(batch)`` gives it the next one. ``training.tokens = batch``
+# only gives the name to other memory, and the graph trains on the old batch again, without an
+# error. A graph of a sum shows it: captured for four zeros, it is to add up four ones.
 
-captured_batch, next_batch = torch.zeros(4), torch.ones(4)
-replay = partial(torch.sum, captured_batch)  # keeps this tensor
-new_name = next_batch
-print(f"a new name for the batch:  {replay():.0f}, the old sum")
-captured_batch.copy_(next_batch)
-print(f"copied to where it reads:  {replay():.0f}, the new sum")
+
+def sums_of_replays():
+    captured_batch = torch.zeros(4, device="cuda")
+    batch, next_batch = captured_batch, torch.ones(4, device="cuda")
+    torch.sum(batch)  # loads the kernel before the capture
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        total = torch.sum(batch)
+
+    batch = next_batch  # the mistake: only the name changes
+    graph.replay()
+    renamed = total.item()
+
+    captured_batch.copy_(next_batch)  # right: new numbers where the graph reads
+    graph.replay()
+    return [{"batch = next_batch": renamed, "copy_(next_batch)": total.item()}]
+
+
+lab.measure("The sum that the graph returns", sums_of_replays)
 
 # %%
 # In short
@@ -3261,64 +3268,54 @@ print(f"copied to where it reads:  {replay():.0f}, the new sum")
 
 # Reading
 lab.read(
-    "**With the formula, most of a step in bfloat16 goes to moving bytes, and most of its memory "
-    "to what forward keeps for backward.** Attention without the table shortens the kernels of a "
-    f"step from {step('busy, ms', 'PyTorch'):.0f} ms to {step('busy, ms', '+ attention'):.0f} and "
-    f"lowers the peak of the memory from {step('peak, GiB', 'PyTorch'):.0f} GiB to "
-    f"{step('peak, GiB', '+ attention'):.0f}; SDPA does the same "
-    f"({step('busy, ms', 'SDPA'):.0f} ms, {step('peak, GiB', 'SDPA'):.0f} GiB)."
+    "**As long as attention stores its table, most of a step in bfloat16 moves bytes.** Count them "
+    "in the profile and in what forward keeps: both point at that table. "
+    + (
+        "To replace it is worth more than all other operators together, with PyTorch's fused "
+        "attention or with the book's."
+        if saves("PyTorch", "+ attention") > 0.8 * saves("PyTorch", "+ dropout")
+        else "Attention without it, the book's or PyTorch's, is what shortens the kernels most."
+    )
 )
 
 # %%
 
 # Reading
 lab.read(
-    "**A whole step also pays for its launches"
+    "**A step also pays for its launches**, which a layer timed on the GPU alone does not show. "
+    "Where kernels are short, capture the step as a graph. "
     + (
-        ", so the fastest compiled layer, the book's, makes the slowest step in the median"
-        if last_in_step
+        f"Without a graph, take SDPA in {listed(waiting)}"
+        + (f"; in {far} the launches no longer matter. " if far in no_gain else ". ")
+        if waiting
         else ""
     )
-    + f".** Compiled, it takes {sdpa_took:.0f} ms with SDPA, "
-    f"{step('step, ms', 'torch.compile'):.0f} with the formula and {our_took:.0f} with our "
-    f"operators; as a CUDA graph, {step('step, ms', sdpa_graphed):.0f} with SDPA and "
-    f"{step('step, ms', graphed):.0f} with our operators"
     + (
-        ", which our rule does not tell apart."
-        if not differs(step_row(sdpa_graphed), step_row(graphed))
-        else "."
+        f"As graphs, our operators are ahead of SDPA in {FEW[len(ahead)]} of {FEW[len(by_model)]} "
+        "models"
+        if ahead
+        else "As graphs, our operators are ahead of SDPA in no model"
     )
-)
-
-# %%
-
-# Reading
-lab.read(
-    (
-        "**So where the kernels of a model are this short, capture its step as a graph. Without "
-        "one, take SDPA"
-        + (
-            " or replace attention alone.**"
-            if step("step, ms", "+ attention") < 0.85 * step("step, ms", "+ dropout")
-            else ".**"
-        )
-        if waiting
-        else "In no model that we raced does the GPU wait long for the host."
-    )
-    + f" As graphs, our operators are ahead of SDPA in {len(ahead)} of {len(by_model)} models and "
-    + (f"behind in {len(behind)}." if behind else "never behind.")
+    + (f" and behind in {FEW[len(behind)]}." if behind else ", and never behind.")
 )
 
 # %%
 # Exercises
 # ---------
 #
-# **1. Where does attention overtake?** Count the FLOPs of a layer: :math:`72 d^2` per token in the
-# linear layers and :math:`7 T d` in causal attention. At which context are they equal?
+# **1. Where does attention overtake?** A layer has :math:`12 d^2` weights in its linear layers.
+# Count the FLOPs per token of these layers and of causal attention over :math:`T` tokens, forward
+# and backward. The backward pass of attention does five matmuls for the two of forward. At which
+# context do linear layers and attention do the same work?
 
 # %%
 
 # Solution: where does attention overtake?
+#
+# Linear layers: two FLOPs per weight and token in each of three matmuls (output, gradient of the
+# input, gradient of the weight): 2 * 3 * 12 d^2 = 72 d^2.
+# Attention: a query meets T / 2 keys on average, in two matmuls of 2 d FLOPs per key: 2 T d.
+# Backward does 5 / 2 of that, 5 T d. Together: 7 T d.
 rows = []
 for name, size in SIZES.items():
     context = 72 * size.d_model // 7
@@ -3329,10 +3326,10 @@ lab.table(rows, "From here on attention does most of the work")
 
 # %%
 # **2. What fits?** 2.7B has 2.57 billion parameters, a :math:`d` of 2,560, :math:`f = 4 d`, and 32
-# layers of 32 heads. A parameter takes 16 bytes: itself, its gradient and AdamW's two averages.
-# What is the longest context, in powers of two, at which the model trains in 140 GB with a batch of
-# 4? Count for float32, as above; for autocast, where a layer keeps :math:`22 N d + 4 N f + 6 B H
-# T^2 + 8 d^2 + 4 d f` bytes; and for autocast without the table.
+# layers of 32 heads. A parameter takes 16 bytes: itself, its gradient and two averages. Up to which
+# context, in powers of two, does it train in 140 GB with a batch of 4? Count for float32, as above;
+# for autocast, where a layer keeps :math:`22 N d + 4 N f + 6 B H T^2 + 8 d^2 + 4 d f` bytes; and
+# for autocast without the table.
 
 # %%
 
@@ -3387,11 +3384,8 @@ print(forward.get_total_flops(), backward.get_total_flops())
 #
 # - Vaswani et al. *Attention is all you need.* NeurIPS 2017.
 # - Xiong et al. *On layer normalization in the Transformer architecture.* ICML 2020.
-# - Hendrycks, Gimpel. *Gaussian error linear units (GELUs).* arXiv:1606.08415, 2016.
-# - Loshchilov, Hutter. *Decoupled weight decay regularization.* ICLR 2019.
 # - Micikevicius et al. *Mixed precision training.* ICLR 2018.
 # - Chen et al. *Training deep nets with sublinear memory cost.* arXiv:1604.06174, 2016.
-# - Korthikanti et al. *Reducing activation recomputation in large Transformer models.* MLSys 2023.
 # - Hashimoto, Liang. *CS336: Language modeling from scratch*, assignment 2: systems. Stanford
 #   University.
 
@@ -3400,6 +3394,5 @@ print(forward.get_total_flops(), backward.get_total_flops())
 # Closing
 lab.finish(
     f"A compiled training step of large takes {our_took:.0f} ms, with SDPA {sdpa_took:.0f}; "
-    f"as a CUDA graph {step('step, ms', graphed):.0f} ms, with SDPA "
-    f"{step('step, ms', 'SDPA, CUDA graph'):.0f}"
+    f"as a CUDA graph {step_ms(graphed):.0f} ms, with SDPA {step_ms(sdpa_graphed):.0f}"
 )
