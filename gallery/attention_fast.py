@@ -11,7 +11,7 @@ You will learn
 - what each of six changes gains when it is made, and what the finished kernel loses without it;
 - how to read from machine code where a program waits, and what two programs on an :term:`SM` do
   about it;
-- how far a kernel comes that takes turns between matmuls and exponentials, and how far this one.
+- how to find out by an experiment whether exponentials run while matmuls do.
 
 The kernel is the package's in plain Triton, ``attention(..., backend="triton")``, timed here on one
 generation of GPUs.
@@ -66,9 +66,9 @@ lab.start("attention_fast", "kernelbook.ops.attention")
 # What could stop it
 # ------------------
 #
-# Attention is two matmuls with exponentials in between, so two things could leave the tensor
-# cores, the GPU's matmul units, idle: memory that delivers the tiles too slowly, and the
-# exponentials.
+# Attention is two matmuls with exponentials in between. Three things could leave the tensor cores,
+# the GPU's matmul units, idle: memory that delivers the tiles too slowly, the exponentials, and
+# pauses between the matmul instructions themselves.
 #
 # **Memory.** Each tile of 128 queries loads all keys and values of its head again.
 
@@ -134,13 +134,13 @@ lab.read(
 # **Exponentials.** Each score costs :math:`4 D` operations in the two matmuls, for head_dim
 # :math:`D`, and one exponential. A Hopper SM does 4,096 such operations in a cycle, but only 16
 # exponentials. At head_dim 128 the matmuls of a score therefore take an eighth of a cycle, and its
-# exponential a sixteenth. A kernel that takes turns between the two leaves the tensor cores idle
-# for a third of its time.
+# exponential a sixteenth. In a kernel that takes turns between the two, the tensor cores are at
+# work for at most two thirds of the time.
 
 
 # Drawing
 def bound_of_turns(head_dim):
-    """The most that a kernel reaches, in percent of a matmul, if it never does both at once."""
+    """For how much of the time tensor cores work, in percent, if a kernel never does both."""
     matmuls, exponential = 4 * head_dim / 4096, 1 / 16  # cycles of an SM for a score
     return 100 * matmuls / (matmuls + exponential)
 
@@ -157,9 +157,11 @@ def turns(axes):
 
     for top, programs, every in ((0.0, "A", 3), (3.3, "AB", 2)):
         title = "Two programs" if "B" in programs else "One program takes turns"
-        said = "at best 100" if "B" in programs else f"{bound_of_turns(128):.0f}"
+        said = "up to 100" if "B" in programs else f"{bound_of_turns(128):.0f}"
         axes.text(-3.3, top - 0.2, title, va="center", fontweight="bold")
-        axes.text(9, top - 0.2, f"{said} % of a matmul", va="center", ha="right")
+        axes.text(
+            9, top - 0.2, f"matmuls {said} % of the time", va="center", ha="right"
+        )
         axes.text(-0.25, top + 0.7, "matmuls", va="center", ha="right")
         axes.text(-0.25, top + 1.6, "exponentials", va="center", ha="right")
         for step, at in enumerate(range(0, 9, every)):
@@ -184,19 +186,14 @@ lab.sketch(
 )
 
 # %%
-
-# Reading
-lab.read(
-    f"So by this count a kernel that takes turns ends at {bound_of_turns(128):.0f} % of a matmul. "
-    f"At head_dim 64, where half as many operations stand beside the same exponential, it ends at "
-    f"{bound_of_turns(64):.0f} %."
-)
-
-# %%
+# **Pauses.** A program that waits after each matmul instruction leaves a pause before the next.
+# This is the least visible of the three, and most of this chapter is about it.
+#
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    The way up is to do less besides the matmuls, and to do it while a matmul runs.
+#    The way up is to hand the matmuls over without pauses, to do less besides them, and to do it
+#    while a matmul runs.
 
 # %%
 # The loop
@@ -219,19 +216,20 @@ lab.read(
 #   of weights of each query, and returns ``alpha``, which converts old sums to the new maximum.
 #
 # A ``tl.dot`` becomes several matmul instructions, each 16 deep: 8 of them for ``q kᵀ``,
-# because head_dim is 128, and 4 for ``p v``, because a tile has 64 keys. On Hopper the tensor cores
-# work through them on their own, until the program **waits** for the result:
+# because head_dim is 128, and 4 for ``p v``, because a tile has 64 keys. On Hopper a program hands
+# them over and goes on, while the tensor cores work through them by themselves. Only where it needs
+# the result does the program **wait**:
 #
 # .. image:: /figures/attention-waits.svg
 #    :alt: Two timelines of the eight instructions of a tl.dot. Above, the program hands over all of
 #          them, and waits once while the tensor cores work without a gap. Below, it waits after
 #          each instruction, and the tensor cores are idle until the next one comes.
 #
-# At best there is one wait for a ``tl.dot``. But the registers that a matmul reads and writes are
-# its own until it is complete. Where the assembler, the last stage of the compiler, cannot keep
-# everything else off them, it makes the program wait after each instruction. So we count the waits
-# in the machine code of every rung. The kernel has this loop twice, for whole tiles and for tiles
-# that the mask cuts: 2 · (8 + 4) = 24 matmul instructions and, at best, 4 waits.
+# At best there is one wait for a ``tl.dot``. But until a matmul is complete, nothing else may use
+# the registers that it reads and writes. Where the assembler, the last stage of the compiler,
+# cannot guarantee that, it makes the program wait after each instruction. So we count the waits in
+# the machine code of every rung. The kernel has this loop twice, for whole tiles and for tiles that
+# the mask cuts: 2 · (8 + 4) = 24 matmul instructions and, at best, 4 waits.
 #
 # .. dropdown:: The loop with its flags
 #
@@ -245,19 +243,6 @@ lab.read(
 #    ``DESCRIBED`` is the flag of rung 2, ``AHEAD`` of rung 3, ``TWO_STEPS`` of rung 4 and
 #    ``FOLDED`` of rung 5. ``MASKED`` is set for tiles that the causal mask cuts; there each query
 #    keeps its first ``n_visible`` keys.
-#
-# .. dropdown:: Three details: ``LOWEST``, ``PRECISION``, and the checks
-#
-#    ``m_i`` starts at ``LOWEST``, the lowest finite number of float32, and not at :math:`-\infty`.
-#    This saves the guard against :math:`-\infty - (-\infty)`, which is NaN, because :math:`-\infty`
-#    minus a finite number is :math:`-\infty`, whose exponential is 0.
-#
-#    ``PRECISION`` is ``"tf32x3"`` on NVIDIA GPUs and matters in float32 only: it splits each number
-#    into a coarse part and a remainder, both in :term:`TF32`, and replaces one matmul by three on
-#    the tensor cores.
-#
-#    The rungs are checked in float32 and float16, with small tiles and to eight times PyTorch's
-#    error; the package's kernel, below, also in bfloat16.
 
 # %%
 # The ladder
@@ -268,7 +253,7 @@ lab.read(
 # name of each rung stands its aim.
 
 
-# Whole
+# Whole: one kernel for all rungs, with a flag for each change
 import triton
 import triton.language as tl
 
@@ -446,22 +431,25 @@ def run(q, k, v, is_causal, **options):
 
 
 def cases():
-    blocks = {"BLOCK_M": 64, "BLOCK_N": 32}  # small: even small inputs have many tiles
+    small = {"BLOCK_M": 64, "BLOCK_N": 32}  # even small inputs have many such tiles
     sizes = ((100, 100, False), (100, 100, True), (40, 90, True))
-    for seqlen_q, seqlen_k, is_causal in sizes:
-        for dtype in (torch.float32, torch.float16):
-            q = torch.randn(1, 2, seqlen_q, 32, device=runtime.DEVICE).to(dtype)
-            k, v = torch.randn(2, 1, 2, seqlen_k, 32, device=runtime.DEVICE).to(dtype)
-            mask = torch.ones(
-                seqlen_q, seqlen_k, dtype=torch.bool, device=runtime.DEVICE
-            )
-            mask = mask.tril(seqlen_k - seqlen_q) if is_causal else mask
-            theirs = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-            truth, _ = reference.attention(q, k, v, is_causal)
-            for name, options in RUNGS.items():
-                ours = run(q, k, v, is_causal, **blocks, **options)
-                what = f"{name}, {seqlen_q} × {seqlen_k}{', causal' * is_causal}"
-                yield lab.Case(what, "forward", ours, theirs, truth, factor=8)
+    inputs = [(*size, 2, 32, torch.float32, small) for size in sizes]
+    if not runtime.INTERPRETED:  # as they are timed, with fewer queries
+        timed = (16, 128, torch.bfloat16, WIDE)
+        inputs += [(1024, 1024, is_causal, *timed) for is_causal in (False, True)]
+    for seqlen_q, seqlen_k, is_causal, heads, head_dim, dtype, blocks in inputs:
+        q = torch.randn(1, heads, seqlen_q, head_dim, device=runtime.DEVICE).to(dtype)
+        of_keys = (2, 1, heads, seqlen_k, head_dim)
+        k, v = torch.randn(of_keys, device=runtime.DEVICE).to(dtype)
+        mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=runtime.DEVICE)
+        mask = mask.tril(seqlen_k - seqlen_q) if is_causal else mask
+        theirs = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        truth, _ = reference.attention(q, k, v, is_causal)
+        factor = 8 if dtype == torch.float32 else 2
+        for name, options in RUNGS.items():
+            ours = run(q, k, v, is_causal, **blocks, **options)
+            what = f"{name}, {seqlen_q} × {seqlen_k}{', causal' * is_causal}"
+            yield lab.Case(what, "forward", ours, theirs, truth, factor)
 
 
 # %%
@@ -475,19 +463,87 @@ def without(name):
     return kept | {key: start[key] for key in LADDER[name] if key in start}
 
 
+def with_one_program(name):
+    """The options of a rung without rung 1: three pipeline stages, and no register limit."""
+    kept = {key: value for key, value in RUNGS[name].items() if key != "maxnreg"}
+    return kept | {"num_stages": 3}
+
+
+START = RUNGS["in stages"]
 TAKEN_BACK = {f"without {name}": without(name) for name in list(LADDER)[1:-1]}
 HALVES = {  # the rung "two programs" is two changes; the last rung with one of them taken back
     "without register limit": {k: v for k, v in so_far.items() if k != "maxnreg"},
     "without two stages": so_far | {"num_stages": 3},
 }
+ALONE = {  # each of the two by itself, at the start
+    "two stages alone": START | {"num_stages": 2},
+    "register limit alone": START | runtime.register_limit(128),
+}
+ONE_PROGRAM = {  # the first rung is the start, and the last one is "without two programs"
+    f"{name}, one program": with_one_program(name) for name in list(LADDER)[2:-1]
+}
+
+
+# the intermediate code of a kernel, changed by hand
+def one_wait(code):
+    """Where code waits twice for one matmul, delete the second wait and take the first's result."""
+    twice = r"([^ ]+):2 = (ttng.warp_group_dot_wait .*)\n *([^ ]+):2 = .*"
+    for first, of, second in re.findall(twice, code):
+        line = re.search(re.escape(f"{second}:2 = {of}") + ".*", code)
+        if line:
+            code = code.replace(line[0], "").replace(f"{second}#", f"{first}#")
+    return code
+
+
+def no_exponentials(code):
+    """Take the exponents themselves for weights: delete every exponential of a whole tile."""
+    for p, exponent in re.findall(r"(%\w+) = math.exp2 (%\w+) : tensor<\d+x\d+x", code):
+        code = re.sub(rf" *{p} = math.exp2 .*\n", "", code)
+        code = re.sub(rf"{p}(?!\w)", exponent, code)
+    return code
+
+
+def edited(change, launch):
+    """Launch a kernel from Triton's intermediate code (ttgir) as a function changes it.
+
+    ptxas gets its own default as an option, so that Triton's caches keep the kernels apart.
+    """
+    from triton import knobs
+    from triton._C.libtriton import ir
+
+    def hook(backend=None, stages=None, options=None, language=None, capability=None):
+        if stages is None:  # Triton 3.7: what to add to a cached name
+            return change.__name__, repr(change.__name__)
+        made = stages["ttgir"]
+
+        def ttgir(source, metadata):
+            module = made(source, metadata)
+            with tempfile.TemporaryDirectory() as folder:
+                path = os.path.join(folder, "edited.ttgir")
+                with open(path, "w", encoding="utf-8") as file:
+                    file.write(change(str(module)))
+                changed = ir.parse_mlir_module(path, module.context)
+            changed.context = module.context
+            return changed
+
+        stages["ttgir"] = ttgir
+
+    knobs.runtime.add_stages_inspection_hook = hook
+    default = {one_wait: "-O3", no_exponentials: "--opt-level=3"}
+    try:
+        return launch(ptx_options=default[change])
+    finally:
+        knobs.runtime.add_stages_inspection_hook = None
 
 
 def ladder_providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
     inputs = (*draw(batch, heads, seqlen, head_dim, dtype), mask == "causal")
     timed = {
         name: partial(run, *inputs, **WIDE, **options)
-        for name, options in (RUNGS | TAKEN_BACK | HALVES).items()
+        for name, options in (RUNGS | TAKEN_BACK | HALVES | ALONE | ONE_PROGRAM).items()
     }
+    third = timed["one iteration ahead"]
+    timed["one wait"] = lab.tried(partial(edited, one_wait, third), "an edited rung 3")
     timed["Kernel Book"] = lambda: attention(*inputs[:3], is_causal=inputs[3])
     return {"matmul": matmul()} | timed
 
@@ -567,17 +623,22 @@ def you_are_here(name):
     lit = list(LADDER).index(name)
     parts = []
     for number, value in enumerate(causal):
-        x, y = 44 * number, 74 - 2.4 * (value - 50)
+        x, y = 44 * number, 88 - 0.9 * value
         shade = 0.85 if number == lit else 0.2
         colour = "#bc4c00" if number == lit else "currentColor"
+        bold = "bold" if number == lit else "normal"
+        text = f'text-anchor="middle" font-weight="{bold}"'
         parts.append(
-            f'<rect x="{x}" y="{y:.1f}" width="43" height="{74 - y:.1f}" fill="{colour}" '
-            f'opacity="{shade}"/><text x="{x + 22}" y="90" text-anchor="middle" '
-            f'font-weight="{"bold" if number == lit else "normal"}">{number or "start"}</text>'
+            f'<rect x="{x}" y="{y:.1f}" width="43" height="{88 - y:.1f}" fill="{colour}" '
+            f'opacity="{shade}"/><text x="{x + 22}" y="104" {text}>{number or "start"}</text>'
+            f'<text x="{x + 22}" y="{y - 4:.1f}" font-size="11" {text}>{value:.0f} %</text>'
         )
-    said = f"You are here: step {lit} of the staircase, {name}."
+    said = (
+        f"You are here: step {lit} of the staircase, {name}. Percent of a matmul, causal: "
+        f"{', '.join(f'{value:.0f}' for value in causal)}."
+    )
     svg = (
-        f'<svg viewBox="0 0 308 96" width="308" height="96" role="img" aria-label="{said}" '
+        f'<svg viewBox="0 0 308 110" width="308" height="110" role="img" aria-label="{said}" '
         f'font-size="13" fill="currentColor">{"".join(parts)}</svg>'
     )
     return (
@@ -603,54 +664,80 @@ def spread(name):
 
 
 scatter = max(map(spread, LADDER)) if steps.rows else nan
-of_ladder = steps.rate("matmul", mask="full")
 lab.read(
-    f"Every step is a median, and the middle three fifths of its timings lie within "
+    f"Each number is the median of many timings, of which the middle 60 % lie within "
     f"{100 * scatter:.1f} % of it. We call steps of less than {100 * CHANCE} % the same."
-    + (
-        f" (The matmul reaches {of_ladder:.0f} TFLOP/s here. In the first section it was "
-        f"{matmul_speed:.0f}, because it ran call after call, and the chip lowers its clocks then.)"
-        if matmul_speed < 0.98 * of_ladder
-        else ""
-    )
 )
 
 # %%
 
 
 # Measuring
+def known(name):
+    """Whether the ladder that is shown has timed a version."""
+    return any(steps.milliseconds.get(name, ()))
+
+
+def change(name, before, mask="causal"):
+    """By how much a version is faster than another; NaN where it was not timed."""
+    if not (known(name) and known(before)):
+        steps.rate(name, mask=mask)  # it says why the number is missing
+        return nan
+    return steps.rate(name, mask=mask) / steps.rate(before, mask=mask) - 1
+
+
+def of_matmul(name, mask="causal"):
+    """The speed of a version, in percent of the matmul, as a table shows it."""
+    return f"{100 * steps.share(name, mask=mask):.0f} %" if known(name) else "—"
+
+
 def of_chapter_before(mask):
-    """The staged kernel's share of a matmul in the chapter before, and ours' time over its time."""
+    """By how much longer the staged kernel of the chapter before takes than the start."""
     record = results.find("attention_forward") or {}
     sweep = record.get("sweeps", {}).get("ladder", {})
     if not steps.rows or "in stages" not in sweep.get("milliseconds", {}):
-        return nan, nan
+        return nan
     step = [point["mask"] for point in sweep["points"]].index(mask)
-    kernel, limit = (sweep["milliseconds"][x][step][1] for x in ("in stages", "matmul"))
-    ours = steps.milliseconds_at("in stages", mask=mask)
-    flops = 4 * 64 * 4096**2 * 128 * (0.5 if mask == "causal" else 1)
-    return flops / (2 * 8192**3) * limit / kernel, kernel / ours - 1
+    kernel = sweep["milliseconds"]["in stages"][step][1]
+    return kernel / steps.milliseconds_at("in stages", mask=mask) - 1
 
+
+steps_up = {
+    name: change(name, before)
+    for before, name in zip(list(LADDER)[:-1], list(LADDER)[1:], strict=True)
+}
+limit_costs = known("register limit alone") and (
+    change("register limit alone", "in stages") < -CHANCE
+)
 
 # %%
 
 # Reading
-_, slower = of_chapter_before("causal")
-steps_up = {
-    name: steps.rate(name, mask="causal") / steps.rate(before, mask="causal") - 1
-    for before, name in zip(list(LADDER)[:-1], list(LADDER)[1:], strict=True)
-}
 lab.read(
-    f"The start is the staged kernel of the chapter before in other code, and that is a step, too: "
-    f"the old kernel takes {100 * slower:.0f} % longer. "
+    "Two of the six changes are odd. Rung 1 seems to be worth nothing. And the largest, rung 4, "
+    "rewrites a single line, which returns the same numbers as before. Waits "
     + (
-        "Of the six that follow, two are odd. Rung 1 seems to be worth nothing. And the largest, "
-        "rung 4, rewrites a single line, which returns the same numbers as before. Waits will "
-        "explain both."
-        if abs(steps_up["two programs"]) < CHANCE
-        and max(steps_up, key=steps_up.get) == "two-step maximum"
-        else "We take the six that follow one by one."
+        "will explain both."
+        if limit_costs
+        else "will explain the second, and probably the first."
     )
+    if abs(steps_up["two programs"]) < CHANCE
+    and max(steps_up, key=steps_up.get) == "two-step maximum"
+    else "We take the six one by one."
+)
+
+# %%
+
+# Folded: How the start differs from the kernel of the chapter before
+lab.read(
+    f"The start is that chapter's staged kernel with a different beginning. `m_i` starts at "
+    f"`LOWEST`, the lowest finite number of float32, and not at −∞. This saves the guard against "
+    f"−∞ − (−∞), which is NaN, because −∞ minus a finite number is −∞, whose exponential is 0. "
+    f"With a causal mask the old kernel takes {100 * of_chapter_before('causal'):.0f} % longer, "
+    f"in a run of its own. "
+    f"`PRECISION` in the code above is `tf32x3` on NVIDIA GPUs and matters in float32 only: it "
+    f"splits each number into a coarse part and a remainder, both in TF32, and replaces one matmul "
+    f"by three."
 )
 
 # %%
@@ -671,8 +758,12 @@ lab.table(
 )
 
 # %%
+# Every rung is checked against float64: in float32 at lengths that no tile divides, and on a GPU
+# also in bfloat16, with the tiles and options with which it is timed.
 
-# Folded: Every rung, checked against float64
+# %%
+
+# Folded: The checks of the rungs
 lab.check("The rungs", cases())
 
 # %%
@@ -695,8 +786,13 @@ def made_by_the_compiler(versions):
     return rows
 
 
+FREE = {  # two rungs without the limit of rung 1, compiled only
+    f"{name}, no limit": {k: v for k, v in RUNGS[name].items() if k != "maxnreg"}
+    for name in ("descriptors", "one iteration ahead")
+}
 compiled_rungs = lab.measure(
-    "The rungs as compiled, causal", partial(made_by_the_compiler, RUNGS | TAKEN_BACK)
+    "The rungs as compiled, causal",
+    partial(made_by_the_compiler, RUNGS | TAKEN_BACK | HALVES | ALONE | FREE),
 )
 made = {row["version"]: row for row in compiled_rungs.rows}
 
@@ -707,8 +803,7 @@ def compiled_to(name, what):
 
 def gain(name, mask):
     names = list(LADDER)
-    before = names[names.index(name) - 1]
-    return steps.rate(name, mask=mask) / steps.rate(before, mask=mask) - 1
+    return change(name, names[names.index(name) - 1], mask)
 
 
 def in_percent(share):
@@ -762,56 +857,53 @@ def waits_of(name):
 
 
 # Measuring
-START = RUNGS["in stages"]
-compiled_halves = lab.measure(
-    "Two programs in halves, as compiled, causal",
-    partial(
-        made_by_the_compiler,
-        {
-            "start": START,
-            "start, two stages alone": START | {"num_stages": 2},
-            "start, register limit alone": START | runtime.register_limit(128),
-            "finished": so_far,
-            "finished, two stages alone": HALVES["without register limit"],
-            "finished, register limit alone": HALVES["without two stages"],
-            "finished, neither": TAKEN_BACK["without two programs"],
-        },
-    ),
-)
-half = {row["version"]: row for row in compiled_halves.rows}
-
-
 def programs_on_an_sm(row):
     """How many fit by registers, of 8 warps, and by shared memory, of which 227 KiB are free."""
     by_registers = 65536 // (8 * 32 * -(-row["registers"] // 8) * 8)
     return min(by_registers, 227 // (row["shared memory, KiB"] + 1))
 
 
-def by_half(rows):
+def by_half(versions):
+    """A row for each of some versions: what the compiler made of it, and how fast it is."""
     return [
         {
             "change": name,
-            "registers": row["registers"],
-            "spills": row["spills"],
-            "shared, KiB": row["shared memory, KiB"],
-            "waits": f"{row['waits for them']} of {row['matmul instructions']}",
-            "programs": programs_on_an_sm(row),
+            "registers": made[of]["registers"],
+            "waits": f"{made[of]['waits for them']} of {made[of]['matmul instructions']}",
+            "programs": programs_on_an_sm(made[of]),
         }
-        for name, row in rows.items()
-        if row
+        | {"of a matmul": of_matmul(of)}
+        for name, of in versions.items()
+        if of in made
     ]
 
 
 # %%
 
-# Folded: What each of the two changes does alone
+# Reading
+you_are_here("two programs")
+
+# %%
+
+# Reading
+lab.read(
+    told("two programs")
+    + f"Each thread had {compiled_to('in stages', 'registers')} registers and is left with 128. "
+    f"So {compiled_to('two programs', 'spills')} values spill, and the code, which waited "
+    f"{compiled_to('in stages', 'waits for them')} times, now waits "
+    f"{waits_of('two programs')}. What does each part of the rung do alone?"
+)
+
+# %%
+
+# Reading
 lab.table(
     by_half(
         {
-            "none": half.get("start"),
-            "two pipeline stages alone": half.get("start, two stages alone"),
-            "register limit alone": half.get("start, register limit alone"),
-            "both": made.get("two programs"),
+            "none (the start)": "in stages",
+            "two pipeline stages alone": "two stages alone",
+            "register limit alone": "register limit alone",
+            "both (rung 1)": "two programs",
         }
     ),
     "What it takes for a second program, causal",
@@ -820,24 +912,28 @@ lab.table(
 # %%
 
 # Reading
+limit_alone = change("register limit alone", "in stages")
+stages_alone = change("two stages alone", "in stages")
+second = min(
+    change("two programs", name)
+    for name in ("register limit alone", "two stages alone")
+)
 early = max(gain("two programs", mask) for mask in ("causal", "full")) < 0.05
-you_are_here("two programs")
-
-# %%
-
-# Reading
 lab.read(
-    told("two programs")
+    f"With the register limit alone, still with one program, the kernel is "
+    f"{-100 * limit_alone:.0f} % slower with a causal mask: this is what waits and spills cost. "
+    f"With two pipeline stages alone, instead of three, it is {-100 * stages_alone:.0f} % slower, "
+    f"probably because it waits for copies. "
     + (
-        f"Each thread had {compiled_to('in stages', 'registers')} registers and is left with 128. "
-        f"So {compiled_to('two programs', 'spills')} values spill, and the code, which waited "
-        f"{compiled_to('in stages', 'waits for them')} times, now waits "
-        f"{waits_of('two programs')}. The second program can fill gaps, but the limit has "
-        f"opened new ones, and we suspect that the two cancel. Where can registers be saved?"
+        "So the second program is worth a lot, but here it only wins back what making room for it "
+        "has cost. Where can registers be saved?"
         if early
-        else f"A thread, which had {compiled_to('in stages', 'registers')} registers, is left with "
-        f"128, and the code waits {waits_of('two programs')}."
+        else "The second program is worth more than both cost."
     )
+    if max(limit_alone, stages_alone) < -CHANCE and second > CHANCE
+    else f"Compared with the start, and with a causal mask, the limit alone changes the speed by "
+    f"{100 * limit_alone:+.0f} %, the two stages alone by {100 * stages_alone:+.0f} %, and both "
+    f"together by {100 * gain('two programs', 'causal'):+.0f} %."
 )
 
 # %%
@@ -845,8 +941,9 @@ lab.read(
 # ------------------------------
 #
 # A thread spends registers on addresses: it computes and keeps one for each piece of a tile that it
-# loads, and a mask. A :term:`tensor descriptor <descriptor>` makes them unnecessary. It states once
-# what a tensor looks like: its address, its sizes, its strides, and the size of a tile.
+# loads, and a mask. A :term:`tensor descriptor <descriptor>` makes them unnecessary. The host makes
+# it once, and it says what a tensor looks like: its address, sizes and strides, and the size of a
+# tile.
 #
 # .. image:: /figures/attention-descriptor.svg
 #    :alt: Above, without a descriptor: 256 threads each compute addresses and a mask in registers,
@@ -856,14 +953,19 @@ lab.read(
 #
 # One thread then names a tile by its coordinates. The Tensor Memory Accelerator (TMA), the copy
 # engine of an SM since Hopper, computes the addresses, fills with zeros what lies outside, and puts
-# the tile into shared memory. In essence, ``_tile`` loads in one of two ways:
+# the tile into shared memory. In essence:
 #
 # .. code-block:: python
 #
-#    k = tl.load(ptrs, mask=rows < length, other=0.0)  # an address for each element
-#    k = desc.load([batch, head, start_n, 0])  # the tile by its name
+#    # without: an address and a mask for each element
+#    k = tl.load(ptrs, mask=rows < length, other=0.0)
+#
+#    # with, on the host: k has the shape (batch, heads, length, head_dim)
+#    from triton.tools.tensor_descriptor import TensorDescriptor
+#    desc = TensorDescriptor(k, k.shape, k.stride(), [1, 1, BLOCK_N, HEAD_DIM])
+#    # and in the kernel, which drops the first two dimensions of the tile
+#    k = desc.load([batch, head, start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
 
-# Reading
 # Reading
 you_are_here("descriptors")
 
@@ -931,14 +1033,8 @@ found = {}
 for name, options in json.loads(sys.argv[1]).items():
     made, found[name] = facts(lambda: launched(options))
     if name == "one iteration ahead":
-        code = made.asm["ttgir"]
-        twice = r"([^ ]+):2 = (ttng.warp_group_dot_wait .*)\\n *([^ ]+):2 = .*"
-        for first, of, second in re.findall(twice, code):
-            line = re.search(re.escape(f"{second}:2 = {of}") + ".*", code)
-            if line:  # a second wait for the same matmul: we take the first one's result
-                code = code.replace(line[0], "").replace(f"{second}#", f"{first}#")
         path = sys.argv[0] + ".ttgir"
-        open(path, "w").write(code)
+        open(path, "w").write(one_wait(made.asm["ttgir"]))
         limit = {"num_warps": 8, "maxnreg": 128}
         edited = lambda: triton.compile(path, target=HOPPER, options=limit)
         found["one wait"] = facts(edited)[1]
@@ -974,28 +1070,41 @@ def compiled_here(kernels, versions):
 
 to_compile = {}
 for name in list(LADDER)[1:5]:
-    free = {key: value for key, value in RUNGS[name].items() if key != "maxnreg"}
-    to_compile |= {name: free | {"maxnreg": 128}, f"{name}, no limit": free}
-seen = compiled_here([_loop, _tile, _weigh, _rung_kernel, run], to_compile)
+    to_compile[name] = RUNGS[name] | {"maxnreg": 128}
+to_compile["without one iteration ahead"] = (
+    TAKEN_BACK["without one iteration ahead"]
+    | {
+        "maxnreg": 128,
+        "HEAVY_FIRST": False,  # which asks the GPU for its L2 cache, and does not touch the loop
+    }
+)
+seen = compiled_here([_loop, _tile, _weigh, _rung_kernel, run, one_wait], to_compile)
 
 # %%
 
 # Reading
-wanted = {name: seen.get(f"{name}, no limit", {}).get("registers") for name in LADDER}
 lab.read(
     told("descriptors")
     + f"The number of spills goes from {compiled_to('two programs', 'spills')} to "
     f"{compiled_to('descriptors', 'spills')}. "
-    + (
-        f"Without a limit the compiler would give a thread {wanted['two programs']} registers "
-        f"before this change and {wanted['descriptors']} after it. These are still more than 128, "
-        f"so the waits stay."
-        if seen
-        and wanted["two programs"] > wanted["descriptors"] > 128
-        and compiled_to("descriptors", "waits for them")
-        >= compiled_to("two programs", "waits for them")
-        else f"The code waits {waits_of('descriptors')}."
-    )
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"But the waits stay. Without the limit the compiler would take "
+    f"{compiled_to('two stages alone', 'registers')} registers before this change and "
+    f"{compiled_to('descriptors, no limit', 'registers')} after it, and wait "
+    f"{compiled_to('descriptors, no limit', 'waits for them')} times either way. In 128 it can now "
+    f"place everything, but only with a wait after each matmul instruction."
+    if compiled_to("two stages alone", "waits for them")
+    == compiled_to("descriptors, no limit", "waits for them")
+    and compiled_to("descriptors, no limit", "registers") > 128
+    and compiled_to("descriptors", "waits for them")
+    == compiled_to("descriptors", "matmul instructions")
+    else f"The code waits {waits_of('descriptors')}. Without the register limit, the compiler "
+    f"would give a thread {compiled_to('descriptors, no limit', 'registers')} registers."
 )
 
 # %%
@@ -1041,11 +1150,13 @@ lab.read(
 # Rung 3: scores one iteration ahead
 # ----------------------------------
 #
-# What else leaves the tensor cores idle? Look at how an iteration begins: with ``q kᵀ``,
-# which needs a new tile of keys. With two stages there is room for the tile in use and for the next
-# one, and Triton starts the copy of the next one at the end of an iteration, just before it is
-# needed. So the program has to wait for nearly the whole copy. Exponentials need no new tile: if an
-# iteration begins with them, they run while the copy is on its way.
+# What else leaves the tensor cores idle? Look at how an iteration begins: with ``q kᵀ``, which
+# needs a new tile of keys. With two stages there are two buffers for keys and two for values. The
+# next tiles are copied into the free ones, while ``p v``, the last matmul of an iteration, still
+# reads from the others. But Triton starts these copies at the end of an iteration, and the next one
+# needs its keys at once, so the program waits for them. The table of rung 1 suggests what that can
+# cost. Exponentials need no new tile: if an iteration begins with them, they run while the copies
+# are on their way.
 #
 # .. image:: /figures/attention-ahead.svg
 #    :alt: Two sketched timelines of one iteration, during whose first part keys and values are
@@ -1079,7 +1190,8 @@ outside = compiled_to("one iteration ahead", "matmul instructions") - compiled_t
 )
 lab.read(
     told("one iteration ahead")
-    + f"The code has {outside} matmul instructions more, those outside the loops, and still waits "
+    + f"We have not measured the wait for copies by itself. The code has {outside} matmul "
+    f"instructions more, those outside the loops, and still waits "
     f"{waits_of('one iteration ahead')}."
 )
 
@@ -1116,16 +1228,32 @@ lab.table(
 # %%
 
 # Reading
-freed = seen.get("one iteration ahead, no limit", {})
+same_waits = seen and all(
+    seen[name]["waits"] == compiled_to(name, "waits for them") for name in GIVEN
+)
+free = "one iteration ahead, no limit"
+reads = (
+    "Something reads the accumulator, the registers of `acc`, while a matmul (`wgmma`) still "
+    "writes them. Then the assembler makes all matmuls of the kernel wait."
+)
 lab.read(
     (
-        f"In rung 3 it is no longer a lack of registers. With as many as it likes, "
-        f"{freed['registers']}, it also waits {freed['waits']} of {freed['matmuls']} times. "
-        if freed and freed["waits"] == freed["matmuls"]
+        f"The timed run used triton {compiled_rungs.provenance['triton']}, whose code waits as "
+        f"often. "
+        if same_waits
+        and compiled_rungs.provenance
+        and compiled_rungs.provenance["triton"] != triton.__version__
         else ""
     )
-    + "Something reads the accumulator, the registers of `acc`, while a matmul (`wgmma`) still "
-    "writes them. Then the assembler makes all matmuls of the kernel wait."
+    + (
+        f"In rung 3 the reason is another than before. Even without the register limit, with "
+        f"{compiled_to(free, 'registers')} registers, it waits after each of its "
+        f"{compiled_to(free, 'matmul instructions')} instructions, where rung 2 did not. "
+        if compiled_to(free, "waits for them")
+        == compiled_to(free, "matmul instructions")
+        else "In rung 3 the reason is another than before. "
+    )
+    + reads
 )
 
 # %%
@@ -1146,8 +1274,9 @@ lab.read(
 # 2. ``acc * alpha`` needs both in one layout. Up to rung 2 the compiler converts ``alpha``, one
 #    number per row. With the new order of rung 3 it converts ``acc``. To spare the conversion in
 #    each iteration, it then carries ``acc`` through the loop twice, once for each layout.
-# 3. Each of the two gets the result of ``p v`` from a wait of its own. So that both can, the code
-#    copies ``acc``, 64 registers in each thread, and it does so while ``p v`` still runs:
+# 3. Triton then emits two waits for ``p v``, each of which hands out one version of ``acc``. To
+#    have two, the code copies ``acc``, 64 registers in each thread, and places the copy before
+#    either wait, while ``p v`` still runs:
 #
 # .. image:: /figures/attention-acc-twice.svg
 #    :alt: Three timelines of the four instructions of p v. In rung 3, as Triton writes it, the
@@ -1157,7 +1286,8 @@ lab.read(
 #
 # ``row_max`` breaks the chain at its first step. The reshape gives the maximum a layout that is no
 # matmul's, and the compiler converts ``alpha`` again. To see whether the copy is to blame, we also
-# take the intermediate code of rung 3 and delete by hand the second of the two waits:
+# take Triton's intermediate code of rung 3, with the old maximum, and delete the second of the two
+# waits by hand:
 
 # Reading
 TESTED = {
@@ -1169,16 +1299,38 @@ lab.table(
     [
         {
             "code": words,
-            "registers moved while a matmul runs, at most": seen[name]["copies"],
+            "copies acc while p v runs": "yes" if seen[name]["copies"] >= 64 else "no",
             "waits": f"{seen[name]['waits']} of {seen[name]['matmuls']}".replace(
                 " ", "\N{NO-BREAK SPACE}"
             ),
         }
+        | {"of a matmul": of_matmul(name)}
         for name, words in TESTED.items()
         if name in seen
     ],
-    "The copy and the waits, compiled as above",
+    "The copy and the waits, compiled as above, and the speed on the GPU, causal",
 )
+
+# %%
+
+
+# Measuring
+def edited_beside_rung():
+    rows = []
+    for mask in ("causal", "full"):
+        inputs = (*draw(1, 16, 4096, 128), mask == "causal")
+        third = partial(run, *inputs, **WIDE, **RUNGS["one iteration ahead"])
+        differ = (third() != edited(one_wait, third)).sum().item()
+        rows.append({"mask": mask, "elements that differ": differ})
+    return rows
+
+
+# %%
+
+# Folded: The results of the edited kernel
+differing = lab.attempt("Rung 3 with and without its second wait", edited_beside_rung)
+same_bits = not any(row["elements that differ"] for row in differing.rows)
+differing
 
 # %%
 
@@ -1188,20 +1340,30 @@ you_are_here("two-step maximum")
 # %%
 
 # Reading
+by_hand = change("two-step maximum", "one wait")
 lab.read(
     told("two-step maximum")
-    + (
-        "Without the copy the waits are gone, even with the old maximum. "
-        if seen and seen["one wait"]["waits"] == seen["two-step maximum"]["waits"]
-        else ""
-    )
     + f"Of {compiled_to('one iteration ahead', 'waits for them')} waits "
     f"{compiled_to('two-step maximum', 'waits for them')} are left"
     + (
-        ", one for each `tl.dot`: two in each loop and two outside."
+        ", one for each `tl.dot`. "
         if compiled_to("two-step maximum", "waits for them") == 6
-        else "."
+        else ". "
     )
+)
+
+# %%
+
+# Reading
+lab.read(
+    (
+        "Rung 3 without its second wait is as fast as rung 4, so the copy of `acc` was the whole "
+        "loss. "
+        if abs(by_hand) < CHANCE
+        else f"Rung 4 is {100 * by_hand:+.0f} % faster than rung 3 without its second wait, so the "
+        f"copy of `acc` is not the whole difference. "
+    )
+    + f"It returns {'the same bits as' if same_bits else 'other bits than'} rung 3."
 )
 
 # %%
@@ -1217,16 +1379,16 @@ lab.read(
 #    over whole tiles, ``scf.for``, yields two tensors of 128 × 128 in rung 3, and one in the
 #    others.
 #
-#    None of this needs a GPU: the two tables, and the registers without a limit under rung 2, come
-#    from code compiled for an H200 when this page was built. The counts at the rungs, of waits,
-#    matmul instructions and spills, are those of the recorded run.
+#    None of this needs a GPU: the reasons in the first table, and the copies and waits in the
+#    second, come from code compiled for an H200 when this page was built. All other counts are
+#    those of the recorded run.
 
 # %%
 # Rung 5: the scale inside the exponential
 # ----------------------------------------
 #
-# Waits are gone. What else can go? A multiplication per score: so far the kernel multiplies every
-# score by the scale, and then subtracts the maximum.
+# The needless waits are gone. What else can go? A multiplication per score: so far the kernel
+# multiplies every score by the scale, and then subtracts the maximum.
 #
 # .. code-block:: python
 #
@@ -1271,15 +1433,6 @@ lab.read(
 )
 
 # %%
-# .. dropdown:: The instructions of one exponential
-#
-#    The table counts what the compiler makes of one exponential, written in three ways: additions
-#    (``FADD``), multiplications (``FMUL``), fused multiply-adds (``FFMA``), and the exponential
-#    itself (``MUFU.EX2``). From the first row to the second only the base changes, from the second
-#    to the third only the place of the scale.
-
-
-# %%
 
 
 # Measuring
@@ -1314,8 +1467,12 @@ def instructions():
 
 # %%
 
-# Folded: The instructions, counted
-lab.measure("Instructions for one exponential", instructions)
+# Folded: The instructions of one exponential, written in three ways
+lab.measure(
+    "Instructions for one exponential: additions (FADD), multiplications (FMUL), fused "
+    "multiply-adds (FFMA), and the exponential itself (MUFU.EX2)",
+    instructions,
+)
 
 # %%
 # Rung 6: heavy tiles of all heads first
@@ -1335,8 +1492,8 @@ lab.measure("Instructions for one exponential", instructions)
 # %%
 # So the rung changes two things. ``HEAVY_FIRST`` reverses the order of the ``n_tiles`` tiles of a
 # head. And ``place``, which turns the number of a program into a tile of queries and a head, lets
-# programs alternate between ``HEADS_AT_ONCE`` heads, because otherwise the heavy tiles of the last
-# heads still start late:
+# programs alternate between ``HEADS_AT_ONCE`` heads, here 8, because otherwise the heavy tiles of
+# the last heads still start late:
 #
 # .. literalinclude:: attention_fast.py
 #    :language: python
@@ -1385,6 +1542,7 @@ for tiles, heads in ((32, 64), (32, 16), (128, 16)):
     row["as many heads as run at once"] = f"{at_once} heads: {busy[2]} %"
     row["all heads"] = f"{busy[3]} %"
     if not rows:
+        assert at_once == 8, "the text says so"
         reversal_alone, promised = (x / busy[0] - 1 for x in busy[1:3])
     rows.append(row)
 
@@ -1415,13 +1573,15 @@ you_are_here("heavy first")
 # Reading
 lab.read(
     told("heavy first")
-    + f"A simulation of this order, with the 64 heads of the ladder, promises "
-    f"{100 * promised:.0f} %, and of the reversal alone "
-    + ("nothing" if abs(reversal_alone) < 0.01 else f"{100 * reversal_alone:.0f} %")
-    + ". "
     + (
-        "We measure less, and suspect that a program beside an idle slot runs faster, which the "
-        "simulation leaves out."
+        "Without a mask all programs are equally long, and the order does not matter. "
+        if abs(gain("heavy first", "full")) < CHANCE
+        else ""
+    )
+    + f"The simulation promises {100 * promised:.0f} %, and of the reversal alone "
+    + ("nothing. " if abs(reversal_alone) < 0.01 else f"{100 * reversal_alone:.0f} %. ")
+    + (
+        "The GPU gains less, probably because a program beside an idle slot runs faster."
         if short
         else ""
     )
@@ -1443,42 +1603,39 @@ lab.read(
     f"mask, and by {100 * raised['full']:.0f} % without. We call the last rung the **finished "
     f"kernel**. "
     + (
-        f"Without a mask it reaches {steps.rate(last, mask='full'):.0f} TFLOP/s. This is more than "
-        f"the {from_hbm:.0f} that HBM alone would allow, so L2 does serve some of the loads."
+        f"Without a mask it reaches {steps.rate(last, mask='full'):.0f} TFLOP/s, more than the "
+        f"{from_hbm:.0f} that HBM alone would allow, so L2 does serve some of the loads."
         if above
         else ""
     )
 )
 
 # %%
-# But was rung 1 really worth nothing?
-# So we also take each change back by itself, from the finished kernel. The last two columns count
-# what its code then spills, and in how many of its matmul instructions it waits (causal):
+# What a change gains depends on the changes before it. So we also take each one back by itself,
+# from the finished kernel, and count what its code then spills and how often it waits:
 
 
 # Measuring
 rows = []
 for name in list(LADDER)[1:]:
     version = f"without {name}" if name != last else list(LADDER)[-2]
-    changes = {"when made, causal": gain(name, "causal")}
-    for mask in ("causal", "full"):
-        changes[f"taken back, {mask}"] = (
-            steps.rate(version, mask=mask) / steps.rate(last, mask=mask) - 1
-        )
+    changes = {"when made": gain(name, "causal")}
+    changes["taken back"] = change(version, last)
     row = {"change": name} | {
         what: "—" if abs(x) < CHANCE else f"{100 * x:+.0f} %".replace("-", "−")
         for what, x in changes.items()
     }
-    row["spills then"] = compiled_to(version, "spills")
+    row["spills"] = compiled_to(version, "spills")
     waits, matmuls = (
         compiled_to(version, what) for what in ("waits for them", "matmul instructions")
     )
-    row["waits then"] = f"{waits} of {matmuls}"
+    row["waits"] = f"{waits} of {matmuls}"
     rows.append(row)
 if steps.provenance is None or not made:
     rows = []
 lab.table(
-    rows, "Each change when made, and taken back from the finished kernel (—: same)"
+    rows,
+    "Each change when made, and taken back from the finished kernel, causal (—: same)",
 )
 
 # %%
@@ -1491,22 +1648,303 @@ worth = {
 }
 most = max(worth, key=worth.get)
 alone = "two programs"
-
-
 lab.read(
-    f"The finished kernel loses most, {100 * worth[most]:.0f} % with a causal mask, without "
-    f"“{most}”"
+    f"The finished kernel loses most without “{most}”"
     + (
-        ", the change that seemed worth nothing. "
-        if most == alone and abs(gain(alone, "causal")) < CHANCE
+        ", the change that seemed worth nothing. At its rung the second program only made up for "
+        "what making room for it had cost. The pauses are gone now, and its gain shows. "
+        if most == alone
+        and abs(gain(alone, "causal")) < CHANCE
+        and compiled_to(last, "waits for them") == 6
         else ". "
     )
     + (
-        "At its rung the second program had to fill gaps that its own register limit had opened. "
-        "Now each `tl.dot` runs without gaps, but a program still waits for the end of its own "
-        "before it computes exponentials. So only the other program can use the tensor cores "
-        "meanwhile. "
-        if most == alone and compiled_to(last, "waits for them") == 6
+        f"Scores ahead are worth more than their rung showed, too: without them the code waits "
+        f"after each instruction, for the assembler’s reason “"
+        f"{seen['without one iteration ahead']['reason']}”. "
+        if seen
+        and seen["without one iteration ahead"]["reason"]
+        and worth["one iteration ahead"] > gain("one iteration ahead", "causal")
+        else ""
+    )
+    + (
+        f"Without descriptors {compiled_to('without descriptors', 'spills')} values spill, and "
+        f"threads compute addresses again; we did not tell the two apart."
+        if compiled_to("without descriptors", "spills") > 0
+        else ""
+    )
+)
+
+# %%
+# Are the changes good by themselves? We make them once more without rung 1, with three stages and
+# no register limit, so that one program runs on an SM:
+
+# Reading
+names = list(LADDER)
+with_one = ["in stages", *ONE_PROGRAM, "without two programs"]
+lab.table(
+    [
+        {
+            "up to rung": "none, and 1" if number == 1 else f"{number}, {two}",
+            "one program": of_matmul(one, "full"),
+            "two programs": of_matmul(two, "full"),
+        }
+        for number, (one, two) in enumerate(zip(with_one, names[1:], strict=True), 1)
+    ]
+    if steps.rows
+    else [],
+    "The ladder with one program on an SM, and with two: percent of a matmul, no mask",
+)
+
+# %%
+
+# Reading
+never_back = change("without two programs", "in stages", "full")
+alone_up = {
+    f"rung {number}": change(one, before, "full")
+    for number, (before, one) in enumerate(zip(with_one, with_one[1:], strict=False), 2)
+}
+losing = [name for name, up in alone_up.items() if up < -CHANCE]
+lab.read(
+    f"With one program on an SM, {' and '.join(losing)} lose speed, and the other changes do "
+    f"not win all of it back: the last row is {-100 * never_back:.0f} % slower than the start. "
+    f"These changes pay only beside a second program. "
+    + (
+        "Rung 3 loses most, probably because in its order a program waits for each matmul, where "
+        "`p v` ran on into the next iteration before. Another program can fill such waits."
+        if min(alone_up, key=alone_up.get) == "rung 3"
+        else ""
+    )
+    if never_back < -CHANCE and losing
+    else f"With one program on an SM the same changes alter the speed of the start, without a "
+    f"mask, by {100 * never_back:+.0f} %."
+)
+
+# %%
+
+# Folded: The two halves of rung 1 in the finished kernel
+lab.table(
+    by_half(
+        {
+            "both": last,
+            "two pipeline stages alone": "without register limit",
+            "register limit alone": "without two stages",
+            "none": "without two programs",
+        }
+    ),
+    "The finished kernel with one or both halves of rung 1: with two stages alone, the compiler "
+    "keeps to the limit by itself, or nearly so",
+)
+
+# %%
+# What the exponentials still cost
+# --------------------------------
+#
+# We began with a count: a kernel that takes turns between matmuls and exponentials has its tensor
+# cores at work for two thirds of the time at most. And ours? Percent of a cuBLAS matmul do not
+# tell, because cuBLAS leaves the tensor cores idle at times, too, and a GPU under load lowers its
+# clock.
+#
+# So we count cycles: a tiny kernel before and after each run writes down the cycle counter of every
+# SM. And to see what the exponentials cost, we delete them from the intermediate code. The results
+# are then wrong, but everything else is still done.
+#
+# .. dropdown:: How the cycles are read, and how the exponentials are deleted
+#
+#    Each SM counts its cycles in the register ``%clock64``, and ``%smid`` is the number of the SM.
+#    We take the median of all SMs, and then of 40 runs. The difference includes a few microseconds
+#    in which the kernels start. Matmuls need at least their number of operations divided by 4,096
+#    per SM and cycle, and exponentials theirs divided by 16.
+#
+#    .. literalinclude:: attention_fast.py
+#       :language: python
+#       :pyobject: _stamp_kernel
+#       :start-at: sm = tl
+#       :dedent:
+#
+#    .. literalinclude:: attention_fast.py
+#       :language: python
+#       :pyobject: no_exponentials
+#
+#    .. literalinclude:: attention_fast.py
+#       :language: python
+#       :pyobject: edited
+
+
+# Measuring
+@triton.jit
+def _stamp_kernel(log_ptr, SLOTS: tl.constexpr):
+    """Write down the cycles that this SM has counted, and the time in nanoseconds."""
+    unused = tl.program_id(0)
+    sm = tl.inline_asm_elementwise(
+        "{ .reg .u32 unused; mov.u32 unused, $1; mov.u32 $0, %smid; }",
+        "=r,r", [unused], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    cycles = tl.inline_asm_elementwise(
+        "{ .reg .u32 unused; mov.u32 unused, $1; mov.u64 $0, %clock64; }",
+        "=l,r", [unused], dtype=tl.int64, is_pure=False, pack=1,
+    )  # fmt: skip
+    nanoseconds = tl.inline_asm_elementwise(
+        "{ .reg .u32 unused; mov.u32 unused, $1; mov.u64 $0, %globaltimer; }",
+        "=l,r", [unused], dtype=tl.int64, is_pure=False, pack=1,
+    )  # fmt: skip
+    tl.store(log_ptr + sm, cycles)
+    tl.store(log_ptr + SLOTS + sm, nanoseconds)
+
+
+def cycles_of(launch, flush, log):
+    """Thousands of cycles and microseconds from before a launch to after it, on the median SM."""
+    slots = log.shape[-1]
+    log.zero_()
+    flush.zero_()  # L2 holds none of the inputs
+    torch.cuda._sleep(2 * 10**6)  # until the host has queued the rest
+    for moment in (0, 1):
+        if moment:
+            launch()
+        _stamp_kernel[(2 * slots,)](log[moment], slots)
+    torch.cuda.synchronize()
+    passed = (log[1] - log[0])[:, (log != 0).all(0).all(0)].double().median(1)
+    return [value / 1e3 for value in passed.values.tolist()]
+
+
+def counted_cycles():
+    shape = (4, 16, 4096, 128)
+    inputs = (*draw(*shape), False)
+    versions = {
+        "start": START,
+        "finished, one program": TAKEN_BACK["without two programs"],
+        "finished": so_far,
+    }
+    runs = {"matmul": matmul()}
+    for name, options in versions.items():
+        launch = partial(run, *inputs, **WIDE, **options)
+        runs[name] = launch
+        runs[f"{name}, no exponentials"] = partial(edited, no_exponentials, launch)
+    sms = runtime.multiprocessors(runtime.DEVICE)
+    flush = torch.empty(2**28, device=runtime.DEVICE, dtype=torch.int8)
+    log = torch.zeros(2, 2, 256, device=runtime.DEVICE, dtype=torch.int64)
+    found = {name: [] for name in runs}
+    facts = {}
+    for name, launch in runs.items():
+        if name == "matmul":
+            launch()
+            continue
+        ((_, compiled),) = lab.compiled_by(launch)
+        words = compiled.asm["sass"].split()
+        facts[name] = {
+            "registers": compiled.n_regs,
+            "waits": sum(w.startswith("WARPGROUP.DEPBAR") for w in words),
+            "exponential instructions": sum(w.startswith("MUFU.EX2") for w in words),
+        }
+    order = list(runs)
+    for turn in range(40):  # every kernel in turn, each time beginning with another
+        for name in order[turn % len(order) :] + order[: turn % len(order)]:
+            found[name].append(cycles_of(runs[name], flush, log))
+    rows = []
+    scores = shape[0] * shape[1] * shape[2] ** 2
+    for name, pairs in found.items():
+        cycles, microseconds = (
+            sorted(x)[len(x) // 2] for x in zip(*pairs, strict=True)
+        )
+        flops = 2 * 8192**3 if name == "matmul" else 4 * scores * shape[3]
+        rows.append(
+            {
+                "kernel": name,
+                "µs": round(microseconds, 1),
+                "cycles, thousands": round(cycles, 1),
+                "clock, MHz": round(1e3 * cycles / microseconds),
+                "matmuls, at least": round(flops / sms / 4096 / 1e3, 1),
+                "exponentials, at least": 0
+                if name == "matmul"
+                else round(scores / sms / 16 / 1e3, 1),
+            }
+            | facts.get(name, dict.fromkeys(next(iter(facts.values())), "—"))
+        )
+    return rows
+
+
+# %%
+
+# Folded: The cycles, the clocks, and what the compiler made
+in_cycles = lab.attempt("Cycles of an SM, length 4,096, no mask", counted_cycles)
+in_cycles
+
+
+# %%
+
+# Reading
+counted = {row["kernel"]: row for row in in_cycles.rows}
+COUNTED = {
+    "matmul": "cuBLAS's matmul",
+    "start": "the start",
+    "finished, one program": "finished, but one program per SM",
+    "finished": "finished",
+}
+
+
+def at_work(name):
+    """For how much of a run the tensor cores work, in percent, by the count."""
+    row = counted.get(name, {})
+    return 100 * row.get("matmuls, at least", nan) / row.get("cycles, thousands", nan)
+
+
+def saved(name):
+    """Thousands of cycles that a kernel takes less without its exponentials."""
+    with_them, without_them = (
+        counted.get(x, {}).get("cycles, thousands", nan)
+        for x in (name, f"{name}, no exponentials")
+    )
+    return with_them - without_them
+
+
+lab.table(
+    [
+        {
+            "kernel": words,
+            "thousand cycles": f"{counted[name]['cycles, thousands']:,.0f}",
+            "tensor cores at work": f"{at_work(name):.0f} %",
+            "saved without exponentials": "—"
+            if name == "matmul"
+            else f"{saved(name):,.0f}".replace("-", "−"),
+        }
+        for name, words in COUNTED.items()
+        if name in counted
+    ],
+    "Cycles of an SM at length 4,096 without a mask, and thousands of them saved without "
+    "exponentials",
+)
+
+# %%
+
+# Reading
+alone_take = counted.get("finished", {}).get("exponentials, at least", nan)
+hidden = {
+    name: 100 * min(1, max(0, 1 - saved(name) / alone_take))
+    for name in list(COUNTED)[1:]
+}
+lab.read(
+    f"By themselves the exponentials take {alone_take:.0f} thousand cycles. "
+    + (
+        "Deleting them does not make the finished kernel faster, so they are hidden entirely. "
+        if hidden["finished"] > 97
+        else f"Deleting them saves the finished kernel {saved('finished'):,.0f}, so "
+        f"{hidden['finished']:.0f} % of their time is hidden. "
+    )
+    + (
+        "(It is even a little slower without them; we do not know why.) "
+        if saved("finished") < -20
+        else ""
+    )
+    + f"The same kernel with one program on an SM would save {saved('finished, one program'):,.0f} "
+    f"thousand. "
+    + (
+        "This is what the picture at the beginning promised of a second program. "
+        if hidden["finished"] > hidden["finished, one program"] + 10
+        else ""
+    )
+    + (
+        "The start, also with one program, hides more than that; we did not measure how."
+        if hidden["start"] > hidden["finished, one program"] + 10
         else ""
     )
 )
@@ -1514,70 +1952,64 @@ lab.read(
 # %%
 
 # Reading
-crowded = compiled_to("without descriptors", "spills") > compiled_to(
-    "two programs", "spills"
-)
-scarce = compiled_to("without one iteration ahead", "waits for them") == compiled_to(
-    "without one iteration ahead", "matmul instructions"
-)
 lab.read(
-    f"Two more changes are worth more than the ladder showed. Without descriptors, addresses "
-    f"take registers again, and {compiled_to('without descriptors', 'spills')} values spill. "
-    f"Without scores ahead, `p v` of one tile still runs when `q kᵀ` of the next begins, so "
-    f"weights and scores need registers at the same time, and the code waits "
-    f"{waits_of('without one iteration ahead')}."
-    if crowded
-    and scarce
-    and all(
-        worth[name] > gain(name, "causal")
-        for name in ("descriptors", "one iteration ahead")
+    f"Still, the tensor cores are at work for only {at_work('finished'):.0f} % of the time, where "
+    f"cuBLAS reaches {at_work('matmul'):.0f} %. "
+    + (
+        "That looks like the bound of a kernel that takes turns, but it is not, because deleting "
+        "the exponentials would then save time. "
+        if abs(at_work("finished") - bound_of_turns(128)) < 3
+        and hidden["finished"] > 80
+        else ""
     )
-    else f"Without descriptors the code has {compiled_to('without descriptors', 'spills')} "
-    f"spills, and without scores ahead it waits {waits_of('without one iteration ahead')}."
+    + "The rest may be other instructions, such as maxima and sums, or moments in which both "
+    "programs wait; we have not told them apart. "
+    + (
+        "Rung 5 speaks for the instructions: it removed one per score, and gained."
+        if min(gain("scale folded", mask) for mask in ("causal", "full")) > CHANCE
+        else ""
+    )
 )
 
 # %%
 
-# Folded: The two changes of rung 1 in the finished kernel
-TIMED = {
-    "both": ("finished", list(LADDER)[-1]),
-    "two pipeline stages alone": (
-        "finished, two stages alone",
-        "without register limit",
-    ),
-    "register limit alone": ("finished, register limit alone", "without two stages"),
-    "none": ("finished, neither", "without two programs"),
-}
-lab.table(
-    [
-        row
-        | {
-            f"{mask}, TFLOP/s": f"{steps.rate(TIMED[row['change']][1], mask=mask):.0f}"
-            for mask in ("causal", "full")
-        }
-        for row in by_half({name: half.get(of) for name, (of, _) in TIMED.items()})
-    ],
-    "The finished kernel with one or both halves of rung 1, causal",
-)
+
+# Measuring
+def with_roles():
+    """The shares of a matmul of plain Triton and of warps with roles, in the chapter on Hopper."""
+    record = results.find("attention_hopper") or {}
+    sweep = record.get("sweeps", {}).get("ladder", {})
+    times = sweep.get("milliseconds", {})
+    if not {"matmul", "plain Triton", "Kernel Book"} <= times.keys():
+        return None
+    at = [point["mask"] for point in sweep["points"]].index("full")
+    point = sweep["points"][at]
+    rows = point["batch"] * point["heads"] * point["seqlen"]
+    of_matmul = 4 * rows * point["seqlen"] * point["head_dim"] / (2 * 8192**3)
+    of_matmul *= times["matmul"][at][1]
+    return tuple(
+        of_matmul / times[name][at][1] for name in ("plain Triton", "Kernel Book")
+    )
+
 
 # %%
 
 # Reading
-by_stages, by_limit, by_both, by_none = (
-    steps.rate(TIMED[x][1], mask="causal")
-    for x in ("two pipeline stages alone", "register limit alone", "both", "none")
-)
-unasked = half.get("finished, two stages alone", {}).get("registers", nan)
+roles = with_roles()
 lab.read(
-    f"Of the two halves of rung 1, the finished kernel needs the two stages alone. The limit has "
-    f"become idle: left to itself, the compiler takes {unasked} registers, where the start took "
-    f"{compiled_to('in stages', 'registers')}."
-    if abs(by_stages / by_both - 1) < CHANCE
-    and abs(by_limit / by_none - 1) < CHANCE
-    and unasked <= 128
-    else f"With a causal mask the finished kernel reaches {by_stages:.0f} TFLOP/s with two stages "
-    f"alone, {by_both:.0f} with both, and {by_limit:.0f} with the limit alone."
+    "There is a kernel that overlaps matmuls and the rest by design: its warps have roles, so that "
+    "one half computes exponentials while the other half's matmul runs."
+    + (
+        f" With that and other changes, and in a run of its own, it takes this attention from "
+        f"{100 * roles[0]:.0f} to {100 * roles[1]:.0f} % of a matmul."
+        if roles and roles[1] > roles[0]
+        else ""
+    )
 )
+
+# %%
+# It needs Gluon, because in plain Triton all warps of a program run the same code.
+# :doc:`/chapters/attention_hopper` builds it.
 
 # %%
 # The kernel of the package
@@ -1586,51 +2018,15 @@ lab.read(
 # The package's kernel has this loop with every flag on. It also takes any head_dim up to 256,
 # windows, grouped heads and strides, and writes :term:`lse <logsumexp>` for the backward pass.
 #
-# .. dropdown:: Grouped heads, strides, sizes of tiles, and how it writes ``out`` and ``lse``
+# .. dropdown:: The package's kernel, and what it adds to the last rung
 #
 #    Several query heads may share one head of keys and values. If :math:`g` of them share one,
 #    query head :math:`h` reads head :math:`h / g` of the keys, rounded down, which is
-#    ``head // group`` in the kernel. Nothing is copied.
-#
-#    A model often keeps its tensors as (batch, length, heads, head_dim) and passes a transposed
-#    view. A descriptor takes any strides, as long as the last dimension is contiguous and the
-#    others are multiples of 16 bytes. Any other view is copied first.
-#
-#    With more queries in a tile, keys and values are read less often, but a larger tile needs more
-#    registers and more shared memory. We tuned this once, and the package keeps the winners in a
-#    table.
-#
-#    ``m_i`` is in base 2, so a factor :math:`\ln 2` turns it into a natural logarithm. Row numbers
-#    are 64 bits wide, because ``out`` may have more than :math:`2^{31}` elements.
-#    ``sum_of_weights`` returns ``l_i``, or NaN where a query sees keys and all their scores are
-#    :math:`-\infty`.
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
-#       :pyobject: attention_fwd_kernel
-#       :start-at: # -- write
-#       :dedent:
-
-# %%
-
-# Folded: Tile sizes on Hopper
-rows = []
-for (kernel, head_dim, itemsize), config in tuned.HOPPER.items():
-    if kernel != "forward":
-        continue
-    row = {"head_dim up to": head_dim, "bits per element": 8 * itemsize}
-    row |= {"queries per tile": config.block_m, "keys per tile": config.block_n}
-    row |= {"warps": config.num_warps, "pipeline stages": config.num_stages}
-    row |= {"register limit": config.maxnreg or 255}
-    rows.append(row | {"shared memory, bytes": f"{config.shared:,}"})
-lab.table(rows, "Tile sizes, warps and pipeline stages on Hopper")
-
-# %%
-# .. dropdown:: The kernel whole
-#
-#    ``P_LOG2`` is 0 here; it belongs to :doc:`the chapter on FP8 </chapters/attention_fp8>`.
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
-#       :pyobject: row_max
+#    ``head // group`` in the kernel. Nothing is copied. A descriptor takes any strides, as long as
+#    the last dimension is contiguous and the others are multiples of 16 bytes; any other view is
+#    copied first. ``m_i`` is in base 2, so a factor :math:`\ln 2` turns it into a natural
+#    logarithm. ``P_LOG2`` is 0 here; it belongs to :doc:`the chapter on FP8
+#    </chapters/attention_fp8>`.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
 #       :pyobject: weigh
@@ -1646,14 +2042,9 @@ lab.table(rows, "Tile sizes, warps and pipeline stages on Hopper")
 # ------------
 #
 # A kernel like this goes wrong first at sizes that no tile divides, such as lengths of 1, 127 and
-# 1,000, or head_dim 80. So the check compares these with float64.
-#
-# .. dropdown:: How much error is allowed, and what the name of an input lists
-#
-#    In 16 bits the error may be twice PyTorch's, or one unit in the last place, and in float32
-#    eight times, because each multiplication by ``alpha`` adds a rounding. The name of an input
-#    lists batch, heads, heads of keys, queries, keys and head_dim. A *transposed* input is a view
-#    of tensors with the length before the heads.
+# 1,000, or head_dim 80. The check compares these with float64. In 16 bits the error may be twice
+# PyTorch's, or one unit in the last place, and in float32 eight times, because each multiplication
+# by ``alpha`` adds a rounding. All checks pass.
 
 
 # Measuring
@@ -1686,6 +2077,8 @@ def attention_case(shape, dtype, is_causal, transposed=False):
 
 # %%
 
+
+# Measuring
 shapes = [  # batch, heads, heads of keys, queries, keys, head_dim
     (2, 2, 2, 1, 127, 64),
     (1, 2, 2, 127, 127, 80),
@@ -1708,6 +2101,9 @@ def every_case():
                 yield from attention_case(shape, dtype, is_causal, transposed)
 
 
+# %%
+
+# Folded: Every check, by batch, heads, heads of keys, queries, keys and head_dim
 lab.check("attention", every_case())
 
 # %%
@@ -1754,8 +2150,9 @@ lab.table(
 # ---------------
 #
 # The best libraries are still faster than the kernel in plain Triton. FlexAttention, *SDPA flash*
-# (FlashAttention-2) and *SDPA cuDNN* (NVIDIA's) come with PyTorch; *FlashAttention* is
-# FlashAttention 4, which also runs on Hopper. Every point has 16,384 tokens in all.
+# (FlashAttention-2) and *SDPA cuDNN* (NVIDIA's) come with PyTorch. *FlashAttention* is
+# FlashAttention 4, a Python package which also has kernels for Hopper; FlashAttention 3 has to be
+# built from source, and we have not timed it. Every point has 16,384 tokens in all.
 
 # Measuring
 LENGTHS = [1024, 4096, 16384]
@@ -1769,17 +2166,69 @@ def providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
 
 
 speed = lab.bench("forward", points(LENGTHS), providers, **FORWARD)
-lab.plot(speed, "head_dim 128, full", where={"head_dim": 128, "mask": "full"})
 
 # %%
 
-lab.plot(speed, "head_dim 128, causal", where={"head_dim": 128, "mask": "causal"})
+
+# Drawing
+def lines_of(head_dim):
+    """Two panels for one head_dim, causal and without a mask, with a line for each provider."""
+
+    def in_words(rows):
+        last = [
+            r for r in rows if r["head_dim"] == head_dim and r["seqlen"] == LENGTHS[-1]
+        ]
+        found = (f"{r['provider']}, {r['mask']}, {r['rate']:.0f}" for r in last)
+        return (
+            f"Lines over the length, TFLOP/s; at {LENGTHS[-1]:,}: {'; '.join(found)}."
+        )
+
+    def panels(axes, rows):
+        figure = axes.figure
+        left, right = figure.add_gridspec(1, 2)
+        axes.set_subplotspec(left)
+        both = (axes, figure.add_subplot(right, sharey=axes))
+        drawn = {}
+        figure.set_size_inches(6.8, 3.2)
+        for panel, mask in zip(both, ("causal", "full"), strict=True):
+            here = [r for r in rows if r["head_dim"] == head_dim and r["mask"] == mask]
+            for name in dict.fromkeys(r["provider"] for r in here):
+                line = [r for r in here if r["provider"] == name]
+                look = {
+                    "marker": "o",
+                    "linewidth": 2.6 if name == "Kernel Book" else 1.4,
+                }
+                if name == speed.limit:
+                    look = {"linestyle": "--"}
+                (drawn[name],) = panel.plot(
+                    [r["seqlen"] for r in line],
+                    [r["rate"] for r in line],
+                    color=lab.colour(name),
+                    markersize=4,
+                    **look,
+                )
+            panel.set_xscale("log", base=2)
+            panel.set_xticks(LENGTHS, [f"{length:,}" for length in LENGTHS])
+            panel.minorticks_off()
+            panel.set_title(
+                {"causal": "causal mask", "full": "no mask"}[mask], fontsize=11
+            )
+            panel.set_xlabel("length")
+        both[1].tick_params(labelleft=False)
+        both[1].grid(axis="x", visible=False)
+        axes.set(ylim=(0, None), ylabel="TFLOP/s")
+        look = {"loc": "outside right upper", "fontsize": 10, "handlelength": 1.4}
+        figure.legend(drawn.values(), drawn.keys(), **look)
+
+    lab.draw(speed, f"Attention, head_dim {head_dim}", in_words, panels)
+
+
+lines_of(128)
 
 # %%
 
 # Folded: The same at head_dim 64
-lab.plot(speed, "head_dim 64, full", where={"head_dim": 64, "mask": "full"})
-lab.plot(speed, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
+lines_of(64)
 
 # %%
 
@@ -1836,15 +2285,15 @@ def told_of(name):
         return f"{name} is absent from this run; the notes under the figures say why. "
     found = gaps(name)
     if not found:
-        return f"{name} is faster at none. "
-    return f"{name} is faster at {len(found)}, by up to {max(found):.0f} %. "
+        return f"{name} is faster at none of them. "
+    return f"{name} is faster at {len(found)} of them, by up to {max(found):.0f} %. "
 
 
 beaten = sum(row["faster libraries"] != "none" for row in at_points)
 
 lab.read(
-    f"Of all {len(at_points)} points a library is faster by more than "
-    f"1 % at {beaten}. "
+    f"At {beaten} of the {len(at_points)} points in this figure and in the fold, a library is "
+    f"faster by more than 1 %. "
     + "".join(told_of(name) for name in ("FlashAttention", "SDPA cuDNN"))
     if speed.rows
     else f"{speed.rate('Kernel Book')}"
@@ -1955,137 +2404,30 @@ def beside_sdpa(row):
     """How long a call takes beside PyTorch's, in words."""
     ratio = row.get("Kernel Book, µs", nan) / row.get("SDPA, µs", nan)
     if abs(ratio - 1) < 0.05:
-        return "about as long as PyTorch's"
+        return "about as long as PyTorch's own"
     if ratio < 1:
-        return f"{100 * (1 - ratio):.0f} % less than PyTorch's"
+        return f"{100 * (1 - ratio):.0f} % less than PyTorch's own"
     if ratio < 2:
-        return f"{100 * (ratio - 1):.0f} % longer than PyTorch's"
-    return f"{ratio:.1f} times as long as PyTorch's"
+        return f"{100 * (ratio - 1):.0f} % longer than PyTorch's own"
+    return f"{ratio:.1f} times as long as PyTorch's own"
 
 
 outlasts = last_one.get("Kernel Book, µs", nan) > 1.3 * first.get(
     "Kernel Book, µs", nan
 )
 lab.read(
-    f"**Small inputs.** At length {first.get('length', nan):,} with 16 heads a call takes "
-    f"{first.get('Kernel Book, µs', nan):.0f} µs, {beside_sdpa(first)}"
+    f"**Small inputs.** A small kernel is done before Python has prepared the next launch, and "
+    f"this host code sets the time. At length {first.get('length', nan):,} with 16 heads a call "
+    f"takes {first.get('Kernel Book, µs', nan):.0f} µs, {beside_sdpa(first)} "
+    f"`scaled_dot_product_attention`, which chooses its own backend"
+    + "."
     + (
-        f". At {second.get('length', nan):,} it takes about as long as at "
-        f"{first.get('length', nan):,}, so the host code sets the time."
-        if abs(
-            second.get("Kernel Book, µs", nan) / first.get("Kernel Book, µs", nan) - 1
-        )
-        < 0.05
-        else "."
-    )
-    + (
-        f" At {last_one.get('length', nan):,} the kernel outlasts the host code, and a call takes "
-        f"{last_one.get('Kernel Book, µs', nan):.0f} µs, {beside_sdpa(last_one)}."
+        f" At {last_one.get('length', nan):,} the kernel takes longer than the host code, and the "
+        f"call takes {beside_sdpa(last_one)}."
         if outlasts
         else ""
     )
 )
-
-# %%
-# What keeps it below a matmul
-# ----------------------------
-#
-# We began with a count of how far a kernel comes that takes turns. Where do ours stand?
-
-# Reading
-four = {"mask": "full", "seqlen": 4096}
-finished = steps.share(last, mask="full")
-stand = {
-    "the start": (128, steps.share("in stages", mask="full")),
-    "finished, without two programs": (
-        128,
-        steps.share("without two programs", mask="full"),
-    ),
-    "finished": (128, finished),
-    "the package's": (64, speed.share("Kernel Book", head_dim=64, **four)),
-}
-lab.table(
-    [
-        {
-            "kernel": name,
-            "head_dim": head_dim,
-            "programs on an SM": 1 if name in list(stand)[:2] else 2,
-            "taking turns, at most": f"{bound_of_turns(head_dim):.0f} %",
-            "measured": f"{100 * share:.0f} %",
-        }
-        for name, (head_dim, share) in stand.items()
-    ]
-    if steps.rows and speed.rows
-    else [],
-    "Percent of a matmul at length 4,096 without a mask, counted and measured",
-)
-
-# %%
-
-# Reading
-
-
-def hidden(head_dim, share):
-    """How much of the time of the exponentials at least passes while a matmul runs, in percent."""
-    exponentials = (
-        100 / bound_of_turns(head_dim) - 1
-    )  # in units of the time of the matmuls
-    return 100 * (1 + exponentials - 1 / share) / exponentials
-
-
-both = [hidden(*stand[name]) for name in ("finished", "the package's")]
-below = all(100 * stand[x][1] < bound_of_turns(128) for x in list(stand)[:2])
-lab.read(
-    (
-        "With one program on an SM a kernel stays below the count, as it must. With two it goes "
-        "beyond, so exponentials do run while matmuls do: "
-        if below and min(both) > 0
-        else "By the same count, of the exponentials' time there is hidden behind matmuls: "
-    )
-    + f"at least {both[0]:.0f} % of their time at head_dim 128, and {both[1]:.0f} % at 64. (The "
-    f"count takes a matmul as tensor cores that never idle, and all kernels at one clock.)"
-)
-
-# %%
-
-
-# Measuring
-def with_roles():
-    """The shares of a matmul of plain Triton and of warps with roles, in the chapter on Hopper."""
-    record = results.find("attention_hopper") or {}
-    sweep = record.get("sweeps", {}).get("ladder", {})
-    times = sweep.get("milliseconds", {})
-    if not {"matmul", "plain Triton", "Kernel Book"} <= times.keys():
-        return None
-    at = [point["mask"] for point in sweep["points"]].index("full")
-    point = sweep["points"][at]
-    rows = point["batch"] * point["heads"] * point["seqlen"]
-    of_matmul = 4 * rows * point["seqlen"] * point["head_dim"] / (2 * 8192**3)
-    of_matmul *= times["matmul"][at][1]
-    return tuple(
-        of_matmul / times[name][at][1] for name in ("plain Triton", "Kernel Book")
-    )
-
-
-# %%
-
-# Reading
-roles = with_roles()
-lab.read(
-    "What is left? Nothing keeps the two programs in step: whenever both compute exponentials, the "
-    "tensor cores idle."
-    + (
-        f" There is a kernel that overlaps them by design: its warps have roles, so that one half "
-        f"computes exponentials while the other half's matmul runs. With that and other changes, "
-        f"and in a run of its own, it takes this attention from {100 * roles[0]:.0f} to "
-        f"{100 * roles[1]:.0f} % of a matmul."
-        if roles and roles[1] > roles[0]
-        else ""
-    )
-)
-
-# %%
-# It cannot be written in plain Triton. :doc:`/chapters/attention_hopper` builds it.
 
 # %%
 # What breaks it
@@ -2179,67 +2521,15 @@ lab.read(
 )
 
 # %%
-
-# Folded: What the package says on a made-up device that has only 8 KiB
-made_up = {"INTERPRETED": False, "capability": lambda device: (8, 6)}
-made_up["shared_memory"] = lambda device: 8192
-name = mock.patch.object(
-    torch.cuda, "get_device_name", return_value="a GPU that is made up"
-)
-with mock.patch.multiple(runtime, **made_up), name:
-    try:
-        tuned.forward_config(torch.empty(1, 1, 1, 128, dtype=torch.float16))
-    except ValueError as error:
-        message = str(error)
-lines = textwrap.wrap(f"ValueError: {message}", 56)
-lab.table([{"what the package says": line} for line in lines], "Too little memory")
-
-# %%
-# .. dropdown:: A third trap: an address that the compiler cannot prove aligned
-#
-#    A thread may load 16 bytes at once only if the compiler knows that their address is aligned.
-#    Here it starts at a number unknown at compile time: ``tl.multiple_of`` promises what the
-#    compiler cannot prove. With a descriptor no promise is needed.
-
-
-# Measuring
-@triton.jit(do_not_specialize=["tile", "rows"])
-def _offset_kernel(x_ptr, y_ptr, tile, rows, PROMISE: tl.constexpr):
-    start = tile * rows
-    if PROMISE:
-        start = tl.multiple_of(start, 8)
-    at = tl.arange(0, 1024)
-    tl.store(y_ptr + at, tl.load(x_ptr + start + at))
-
-
-def widths():
-    x = torch.ones(4096, device=runtime.DEVICE, dtype=torch.float16)
-    rows = []
-    for promise in (False, True):
-        compiled = _offset_kernel[(1,)](x, torch.empty_like(x), 4, 64, promise)
-        words = [w for w in compiled.asm["ptx"].split() if w.startswith("ld.global")]
-        kind = "with" if promise else "without"
-        rows.append(
-            {"tl.multiple_of": kind, "loads per thread": len(words), "kind": words[0]}
-        )
-    return rows
-
-
-# %%
-
-# Folded: The loads with and without the promise
-lab.measure("Loads of eight 16-bit elements per thread", widths)
-
-# %%
 # In short
 # --------
 #
-# Between its matmuls attention needs time for exponentials, in which the tensor cores should not
-# idle. One program takes turns; a second one on the same SM fills its pauses. For that to pay, a
-# program has to hand its matmuls over whole, and wait once for each. This takes registers: tiles
-# that the copy engine brings, scores computed one iteration ahead, and a maximum in two steps all
-# keep other things off the registers of a matmul. Without these four changes the finished kernel
-# loses most.
+# Attention comes near the speed of a matmul only if its exponentials run while the tensor cores
+# work. A second program on the same SM does that, and for it a program must be small. But it pays
+# only if each program hands its matmuls over whole and waits once for each. A lack of registers
+# breaks that, and so does a copy of the accumulator that a harmless line brings about. So count the
+# waits in the machine code, ask the assembler for its reason, and take every change back once more
+# at the end, because what it is worth depends on the others.
 #
 # :doc:`/chapters/attention_backward` turns to the gradient, and
 # :doc:`/chapters/attention_in_models` to a single query, whose keys it splits among programs.
