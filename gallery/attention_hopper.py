@@ -8,21 +8,20 @@ worth?*
 
 Picture two cooks who share one oven. While a dish bakes, its cook cannot go on, so the oven is
 always in use only if one cook prepares while the other bakes. Here the matmul units are the oven,
-and the exponentials are what is to be prepared. This chapter climbs to a faster kernel in six
-rungs, one change each. One of them brings most of the gain, and not for the reason for which it was
-written.
+and the exponentials are what is to be prepared. We climb to a faster kernel in six rungs, one
+change each. One of them brings most of the gain without a mask, and not for the reason for which it
+was written.
 
 You will learn
 
-- in which order a loop issues its work so that the matmul units rarely wait, and why this order is
+- in which order a loop issues its work so that the matmul units wait less, and why this order is
   faster;
 - how to check in the machine code (:term:`SASS`), and on a timeline of the :term:`SM`, whether a
   kernel does what you planned;
 - when it pays to write such a kernel, beside plain Triton and a fast library.
 
 The kernels are written in :term:`Gluon`, Triton's lower language, and need a Hopper GPU (H100,
-H200). Elsewhere this page checks the order of the loop in PyTorch, and shows the times of a
-recorded run.
+H200). Elsewhere this page checks the order of the loop in PyTorch, and replays a recorded run.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -134,8 +133,7 @@ lab.sketch(
 #
 #    Give each warp a role, and let every consumer issue two matmuls together: the scores of a tile
 #    and the sum of the tile before. Then the sum can run while the consumer computes exponentials,
-#    and the consumer stops once per tile instead of twice. The ladder finds out which of the two
-#    makes the kernel faster.
+#    and the consumer stops once per tile instead of twice. Which of the two counts?
 #
 # The roles are those of :doc:`/chapters/warps_with_roles`. A *loader* :term:`warp` fills a ring of
 # tiles of keys and a ring of tiles of values. Two *consumers*, each a :term:`warpgroup` with 64
@@ -146,7 +144,7 @@ lab.sketch(
 # The order of the loop
 # ---------------------
 #
-# How does a consumer get exponentials to compute during a matmul? If the scores run one tile ahead.
+# By letting the scores run one tile ahead, a consumer has exponentials to compute during a matmul.
 # Matmuls on Hopper are asynchronous: a warpgroup *issues* one and *waits* for its result later. The
 # exponentials of a tile need its scores, but the weighted sum of the tile *before* needs nothing of
 # this tile. So iteration :math:`i`
@@ -205,7 +203,7 @@ lab.sketch(
 
 # %%
 # One consumer alone saves a third of its time. But the kernel has two, and while one weighs, the
-# other's matmuls can run in either order.
+# other can use the units, whichever of the two loops they run.
 #
 # The rescaling comes after the sum, because :math:`p_{i-1}` was computed with the old maximum. In
 # PyTorch, from the last tile of keys to the first (a causal mask then cuts only the first of them):
@@ -306,38 +304,85 @@ lab.check(
 # - ``q`` are the ``ROWS`` = 64 queries of this consumer, and ``k_s`` and ``v_s`` the rings, of
 #   ``STAGES`` slots with ``BLOCK_N`` = 128 keys or values each. All are in shared memory.
 #   ``.index(slot)`` takes one slot, or its barrier in ``k_full``. ``permute`` transposes a tile.
-# - A wait names the parity of the round of the ring, ``(i // STAGES) & 1``.
+# - ``mbarrier.wait`` takes a parity, which flips each time the ring has gone round once:
+#   ``(i // STAGES) & 1``.
 # - ``s`` are the scores, ``acc`` is the sum so far, and ``p`` the weights of the tile before. All
 #   are in registers. ``gl.zeros`` only says what ``s`` looks like, because ``use_acc=False``
 #   overwrites it.
 #
 # Then it weighs, and only after that waits for the sum:
 #
-# .. literalinclude:: attention_hopper.py
-#    :language: python
-#    :pyobject: _ahead
-#    :start-at: # -- weigh
-#    :end-before: return acc
-#    :lines: 1-3, 10-11, 15-16, 18-19
-#    :dedent:
+# .. code-block:: python
+#
+#        # -- weigh: as soon as the scores are there, while the sum is computed
+#        s = warpgroup_mma_wait(1, deps=[s])
+#        mbarrier.arrive(k_empty.index(slot))
+#        m_new = gl.maximum(m_i, gl.max(s, 1) * scale_log2)
+#        alpha = exp2(m_i - m_new)
+#        weights = exp2(s * scale_log2 - m_new[:, None])
+#        l_i, m_i = l_i * alpha + gl.sum(weights, 1), m_new
+#        # -- rescale: the sum, when it is there
+#        acc = warpgroup_mma_wait(0, deps=[acc])
+#        mbarrier.arrive(v_empty.index(before))
+#        acc = acc * gl.convert_layout(alpha, row)[:, None]
+#        p = gl.convert_layout(weights.to(q.dtype), p.type.layout)
 #
 # - Matmuls end in the order of their issue, so ``warpgroup_mma_wait(1)``, which waits until only
 #   one is under way, waits for the scores.
-# - ``_weigh`` computes :math:`\alpha`, :math:`l_i`, :math:`m_i` and :math:`p_i` (``weights``) like
-#   PyTorch, in powers of 2, so ``scale_log2`` is the scale times :math:`\log_2 e`. ``IN_THREAD`` is
-#   the switch of rung 5. With a causal mask, the scores of later keys become -inf before.
+# - The weights are powers of 2 instead of :math:`e`, so ``scale_log2`` is the scale times
+#   :math:`\log_2 e`. With a causal mask, the scores of later keys become -inf before.
 # - ``convert_layout`` says anew which thread holds what: ``row`` is the layout of one number per
 #   query, and that of ``p`` is for the left factor of a matmul.
 #
-# Before the loop a consumer weighs its first tile. After the loop it computes the last sum, divides
-# ``acc`` by :math:`l_i`, and stores it.
+# Around the loop
+# ---------------
+#
+# The loader fills the rings, the last tile of keys first (``of_head`` is the first row of the
+# head):
+#
+# .. literalinclude:: attention_hopper.py
+#    :language: python
+#    :pyobject: _loader
+#    :start-at: for i in range(n + 1)
+#    :lines: 1-7
+#    :dedent:
+#
+# In the same iteration it loads the values of tile :math:`i - 1` likewise, because the consumers
+# ask for them in this order.
+#
+# A consumer computes the first scores and the last sum outside the loop, because in an iteration
+# they belong to different tiles:
+#
+# .. code-block:: python
+#
+#    mbarrier.wait(q_full.index(ME), 0)  # this consumer's queries
+#    # -- begin: the scores of the tile that has none before it
+#    mbarrier.wait(k_full.index(0), 0)
+#    k = k_s.index(0).permute([1, 0])
+#    s = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+#    s = warpgroup_mma_wait(0, deps=[s])
+#    mbarrier.arrive(k_empty.index(0))
+#    ...  # weigh them, then run the loop for i = 1 to n - 1
+#    # -- end: the sum of the last tile
+#    slot = (n - 1) % STAGES
+#    mbarrier.wait(v_full.index(slot), ((n - 1) // STAGES) & 1)
+#    acc = warpgroup_mma(p, v_s.index(slot), acc, is_async=True)
+#    acc = warpgroup_mma_wait(0, deps=[acc])
+#    # -- write: where the queries were, and from there to the output
+#    q.store((acc * gl.convert_layout(1 / l_i, row)[:, None]).to(q.dtype))
+#    fence_async_shared()
+#    tma_store(out_desc, [of_head + start_m, 0], q)
+#    tma.store_wait(0)
+#
+# The call of ``gl.warp_specialize``, which gives a program its three roles, follows with the
+# registers.
 
 # %%
 # A ladder of six rungs
 # ---------------------
 #
 # The ladder measures each change by itself: one kernel runs every rung, and each rung turns one
-# switch on and keeps those before it:
+# switch on and keeps those before it.
 #
 # 1. *two roles*: a loader, and two consumers that do one thing after the other;
 # 2. *scores ahead*: the loop above;
@@ -712,8 +757,9 @@ def _roles_kernel(
 
 
 # %%
-# The yardstick, 100 %, is a :term:`cuBLAS` matmul; the length is 4,096 and head_dim 128. The last
-# bar is the package's own kernel, a rung 6 for any length.
+# The yardstick, 100 %, is a :term:`cuBLAS` matmul; the length is 4,096 and head_dim 128. Blue is
+# the rung that has most to teach, and the last bar the package's own kernel, a rung 6 for any
+# length.
 
 # Measuring
 LADDER = {
@@ -819,6 +865,7 @@ lab.ladder(
     where={"seqlen": 4096},
     names={name: f"{number} {name}" for number, name in enumerate(RUNGS, 1)}
     | {"Kernel Book": "the package"},
+    lit="scores ahead",
 )
 
 
@@ -963,6 +1010,11 @@ def of_both(after, before):
     return f"{full} without a mask and {causal} with a causal one"
 
 
+def from_to(low, high, digits):
+    low, high = f"{low:.{digits}f}", f"{high:.{digits}f}"
+    return low if low == high else f"{low} to {high}"
+
+
 def told(name):
     """What a rung gains over the one before, in words."""
     return f"**Measured:** it {of_both(name, rung_before(name))}. "
@@ -1026,51 +1078,8 @@ traced = lab.attempt(
 
 # %%
 
-# Folded: Every version against float64
-lab.attempt(
-    "The worst of each version, bfloat16, lengths 128 to 1,152, against float64",
-    worst_of_each if HOPPER else NEEDS_HOPPER,
-)
 
-# %%
-
-# Reading
-most = {
-    mask: max((gain(name, mask), number) for number, name in enumerate(LADDER, 1))
-    for mask in ("full", "causal")
-}
-full_most, causal_most = (f"{number} ({100 * g:.0f} %)" for g, number in most.values())
-lab.read(
-    f"Without a mask, rung {full_most} gains most, and with a causal one rung {causal_most}. "
-    f'Below, "no difference" means less than {100 * SCATTER:.0f} %, because two timings of '
-    "one kernel are closer (the section on speed)."
-)
-
-# %%
-# Rung 1: two roles
-# -----------------
-#
-# Do the consumers work like our two cooks? **The change:** a loader loads, and two consumers share
-# the matmul units, but each still does one thing after the other. **Expected:** a gain, because one
-# can use the units while the other weighs.
-#
-# .. code-block:: python
-#
-#    s = warpgroup_mma_wait(0, deps=[s])  # stop one: until the scores are there
-#    # weigh, with no matmul of its own under way, and issue the sum
-#    acc = warpgroup_mma_wait(0, deps=[acc])  # stop two: until the sum is there
-
-# Reading
-lab.read(told("two roles"))
-
-# %%
-# To see why, let the consumers of one program note the SM's cycle counter where they issue matmuls
-# and where they have the results. A bar is grey or orange from an issue to its result; a number in
-# it is the tile of keys. The lowest row is computed: the matmuls in the order of their issue, each
-# at the full rate, 512 cycles long.
-
-
-# Drawing
+# Measuring
 CONSUMERS = ("consumer 0", "consumer 1")
 UNITS = "matmul units"
 NUMBERS = {
@@ -1128,70 +1137,6 @@ def on_units(rows, version):
         yield begin, free, role, what, seen
 
 
-def timelines(version, lanes, window, height):
-    """What draws some lanes of a version for so many cycles, from its second traced tile on."""
-    white = {"ha": "center", "va": "center", "color": "white"}
-
-    def of_loader(axes, rows, place, start):
-        for row in rows:
-            for at, mark in ((row["asks"], "^"), (row["begins"], "v")):
-                if 0 <= at - start <= window:
-                    ink = lab.colour("matmul")
-                    axes.plot(at - start, place, mark, markersize=5, color=ink)
-
-    def of_consumer(axes, rows, place, start):
-        for row in rows:
-            parts = [(ends, INKS[row["role"]]) for ends in at_matmuls(version)]
-            parts += [(ends, "Kernel Book") for ends in away(version)]
-            for (a, b), ink in parts:
-                begin, end = max(row[a] - start, 0), min(row[b] - start, window)
-                if end <= begin:
-                    continue
-                axes.barh(place, end - begin, 0.7, begin, color=lab.colour(ink))
-                if ink == "Kernel Book" and end - begin > 0.08 * window:
-                    axes.text((begin + end) / 2, place, str(row["tile"]), **white)
-
-    def of_units(axes, rows, place, start):
-        last = 0
-        for begin, end, role, what, _ in on_units(rows, version):
-            begin, end = max(begin - start, 0), min(end - start, window)
-            if end <= 0 or begin >= window:
-                continue
-            ink = lab.colour(INKS[role])
-            axes.barh(place, end - begin, 0.7, begin, color=ink, edgecolor="white")
-            if end - begin > 0.06 * window:
-                axes.text((begin + end) / 2, place, f"${what}$", fontsize=10, **white)
-            if begin - last > 0.06 * window:
-                middle = {"ha": "center", "va": "center", "color": MUTED}
-                axes.text((last + begin) / 2, place, "idle", fontsize=10, **middle)
-            last = end
-
-    def how(axes, rows):
-        rows = [row for row in with_earliest(rows) if row["version"] == version]
-        start = next(row["asks"] for row in rows if row["tile"] == SPAN[1])
-        axes.figure.set_size_inches(5.4, height)
-        for role, ink in INKS.items():
-            axes.barh(0, 0, label=f"matmuls of {role}", color=lab.colour(ink))
-        axes.barh(
-            0, 0, label="all else, mostly weighing", color=lab.colour("Kernel Book")
-        )
-        for y, lane in enumerate(lanes):
-            own = [row for row in rows if row["role"] == lane]
-            if lane == UNITS:
-                of_units(axes, rows, y, start)
-            elif lane == "loader":
-                of_loader(axes, own, y, start)
-            else:
-                of_consumer(axes, own, y, start)
-        axes.set(xlim=(0, window), xlabel="cycles of the SM")
-        axes.set_yticks(range(len(lanes)), lanes, fontsize=10)
-        axes.invert_yaxis()
-        axes.grid(axis="x", visible=True)
-        axes.grid(axis="y", visible=False)
-
-    return how
-
-
 def cycles_a_tile(rows, version):
     """Cycles from one issue to the next of a consumer, over the span that was traced."""
     own = [r for r in rows if (r["version"], r["role"]) == (version, "consumer 0")]
@@ -1222,6 +1167,40 @@ def both_at(rows, version, parts):
 def idle_units(rows, version):
     """The share of the time for which the matmul units have nothing to do, at the full rate."""
     return 1 - cycles(128)[0] / cycles_a_tile(rows, version)
+
+
+def units_while_away(rows, version):
+    """What the matmul units do while a consumer does all else, in cycles per tile of keys.
+
+    Returns (its own matmuls, the other's, nothing), of all tiles but the first and the last.
+    """
+    served = list(on_units(rows, version))
+    own = other = spent = tiles = 0
+    for row in rows:
+        inside = SPAN[0] < row["tile"] < SPAN[-1]
+        if row["version"] != version or row["role"] not in CONSUMERS or not inside:
+            continue
+        tiles += 1
+        for a, b in away(version):
+            spent += row[b] - row[a]
+            for begin, end, role, _, _ in served:
+                both = max(0, min(row[b], end) - max(row[a], begin))
+                own += both * (role == row["role"])
+                other += both * (role != row["role"])
+    found = (own, other, spent - own - other)
+    return [cycles_there / tiles for cycles_there in found] if tiles else [nan] * 3
+
+
+def scores_in_line(rows, version):
+    """How many cycles the scores of a consumer wait for the units after they were issued."""
+    own = [r for r in rows if r["version"] == version and r["role"] in CONSUMERS]
+    issued = {(row["role"], row["scores"]): row["begins"] for row in own}
+    late = [
+        begin - issued[role, seen]
+        for begin, _, role, what, seen in on_units(rows, version)
+        if what == "s"
+    ][4:]
+    return sum(late) / len(late) if late else nan
 
 
 def apart(rows, version, begins):
@@ -1281,6 +1260,227 @@ def in_words(version):
     return of_one
 
 
+earliest = with_earliest(traced.rows)
+took_2, took_5 = (cycles_a_tile(traced.rows, v) for v in ("scores ahead", "no turns"))
+by_version = {version: cycles_a_tile(traced.rows, version) for version in TRACED}
+ideal = cycles(128)[0]
+
+# %%
+
+
+# Measuring
+LENGTHS = [1024, 4096, 16384]
+PEERS = ("SDPA cuDNN", "FlashAttention")
+
+
+def providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
+    qkv, is_causal = draw(batch, heads, seqlen, head_dim, dtype), mask == "causal"
+    ours = partial(attention, *qkv, is_causal=is_causal)
+    gluon = lab.tried(partial(ours, backend="gluon")) if HOPPER else NEEDS_HOPPER
+    return {
+        "matmul": matmul(),
+        "SDPA cuDNN": sdpa("CUDNN_ATTENTION", qkv, is_causal=is_causal),
+        "FlashAttention": flash(qkv, causal=is_causal),
+        "plain Triton": partial(ours, backend="triton"),
+        "in Gluon": gluon,
+        "Kernel Book": ours,
+    }
+
+
+speed = lab.bench("forward", points(LENGTHS), providers, **FORWARD)
+at_points = []
+for point in points(LENGTHS, (128, 64)):
+    where = {key: point[key] for key in ("head_dim", "mask", "seqlen")}
+    size = (point["head_dim"], point["mask"], point["seqlen"])
+    library, _ = speed.best_peer(*PEERS, **where)
+    at_points.append(
+        {
+            "head_dim": point["head_dim"],
+            "mask": point["mask"],
+            "length": point["seqlen"],
+            "plain": speed.rate("plain Triton", **where),
+            "in Gluon": speed.rate("in Gluon", **where),
+            "by default": speed.rate("Kernel Book", **where),
+            "chosen": "in Gluon" if choice.choose(*size) else "plain",
+            "library": library,
+            "its speed": nan if library == "none" else speed.rate(library, **where),
+        }
+    )
+
+
+def of_chosen(row):
+    """The speed of the kernel that the package chooses, timed under its own name."""
+    return row["plain" if row["chosen"] == "plain" else "in Gluon"]
+
+
+twice = [abs(row["by default"] / of_chosen(row) - 1) for row in at_points]
+
+# %%
+
+# Folded: Every version against float64, and how far two timings of one kernel are apart
+all_right = lab.attempt(
+    "The worst of each version, bfloat16, lengths 128 to 1,152, against float64",
+    worst_of_each if HOPPER else NEEDS_HOPPER,
+)
+both_figures = [
+    abs(
+        steps.rate(here, mask=m) / speed.rate(there, head_dim=128, mask=m, seqlen=4096)
+        - 1
+    )
+    for here, there in (("plain Triton", "plain Triton"), ("Kernel Book", "in Gluon"))
+    for m in ("full", "causal")
+    if speed.rows and steps.rows
+]
+close = sum(change < SCATTER for change in twice)
+in_two_timings = lab.read(
+    "The section on speed times the package's choice twice, under two names, and at "
+    f"{close} of {len(twice)} points the two are closer than {100 * SCATTER:.0f} %; at most they "
+    f"are {100 * max(twice):.1f} % apart. At the length of the ladder, plain Triton and the "
+    f"package's kernel were timed in both figures, at most {100 * max(both_figures):.1f} % apart."
+    if speed.rows and steps.rows
+    else f"{nan}"
+)
+Shown(
+    f"{all_right.html}{in_two_timings.html}",
+    f"{all_right.plain}\n\n{in_two_timings.plain}",
+)
+
+# %%
+
+# Reading
+most = {
+    mask: max((gain(name, mask), number) for number, name in enumerate(LADDER, 1))
+    for mask in ("full", "causal")
+}
+full_most, causal_most = (f"{number} ({100 * g:.0f} %)" for g, number in most.values())
+lab.read(
+    f"The largest gains are rung {full_most} without a mask and rung {causal_most} with a causal "
+    f'one. Below, less than {100 * SCATTER:.0f} % counts as "no difference", because two timings '
+    "of one kernel are "
+    + (
+        f"up to {100 * max(twice):.1f} % apart."
+        if max(twice) > SCATTER / 2
+        else f"at most {100 * max(twice):.1f} % apart."
+    )
+    if speed.rows and steps.rows
+    else f"{nan}"
+)
+
+# %%
+# Rung 1: two roles
+# -----------------
+#
+# Do the consumers work like our two cooks? **The change:** a loader loads, and two consumers share
+# the matmul units. Each issues its scores and waits for them, weighs, issues its sum and waits for
+# that. **Expected:** a gain, because one cook can prepare while the other bakes.
+
+# Reading
+lab.read(told("two roles"))
+
+# %%
+# To see why, we let the consumers of one program take *stamps*. A stamp reads the cycle counter of
+# the SM and stores it, for each role, iteration and event of the loop:
+#
+# .. code-block:: python
+#
+#    @gluon.jit
+#    def stamp(trace_ptr, role, i, event, n):
+#        now = gl.inline_asm_elementwise(
+#            "mov.u32 $0, %clock;", "=r,r", [gl.to_tensor(0)],
+#            dtype=gl.int32, is_pure=False, pack=1,
+#        )
+#        at = trace_ptr + (role * n + i) * EVENTS + event
+#        gl.store(at, now, mask=gl.program_id(0) == 0)
+
+# Reading
+lab.read(
+    "Stamps slow rungs differently: rungs 2 and 5 are "
+    f"{100 * abs(gain('sums in threads', 'full', 'scores ahead')):.1f} % apart in the ladder, and "
+    f"{100 * abs(took_2 / took_5 - 1):.0f} % with stamps. So a timeline shows what happens at the "
+    "same time, and only the ladder how fast a rung is."
+)
+
+# %%
+# A consumer's bar is grey or orange from the issue of a matmul to its result, and blue otherwise;
+# the number in a blue bar is the tile of keys. The lowest row is computed: it serves the matmuls in
+# the order of their issue, each for 512 cycles, the full rate.
+
+
+# Drawing
+WHITE = {"ha": "center", "va": "center", "color": "white"}
+
+
+def draw_units(axes, rows, version, place, start, window):
+    """Draw the matmuls of a version on the units, and where these are idle."""
+    last = 0
+    for begin, end, role, what, _ in on_units(rows, version):
+        begin, end = max(begin - start, 0), min(end - start, window)
+        if end <= 0 or begin >= window:
+            continue
+        ink = lab.colour(INKS[role])
+        axes.barh(place, end - begin, 0.7, begin, color=ink, edgecolor="white")
+        if end - begin > 0.06 * window:
+            axes.text((begin + end) / 2, place, f"${what}$", fontsize=10, **WHITE)
+        if begin - last > 0.05 * window:
+            middle = {"ha": "center", "va": "center", "color": MUTED}
+            axes.text((last + begin) / 2, place, "idle", fontsize=9, **middle)
+        last = end
+
+
+def draw_consumer(axes, own, version, place, start, window):
+    """Draw where a consumer stands at its matmuls, and when it does all else."""
+    for row in own:
+        parts = [(ends, INKS[row["role"]]) for ends in at_matmuls(version)]
+        parts += [(ends, "Kernel Book") for ends in away(version)]
+        for (a, b), ink in parts:
+            begin, end = max(row[a] - start, 0), min(row[b] - start, window)
+            if end <= begin:
+                continue
+            axes.barh(place, end - begin, 0.7, begin, color=lab.colour(ink))
+            if ink == "Kernel Book" and end - begin > 0.08 * window:
+                axes.text((begin + end) / 2, place, str(row["tile"]), **WHITE)
+
+
+def named_inks(axes):
+    """Name the colours of the bars in the legend."""
+    for role, ink in INKS.items():
+        axes.barh(0, 0, label=f"matmuls of {role}", color=lab.colour(ink))
+    everything_else = {"label": "all else, mostly weighing"}
+    axes.barh(0, 0, color=lab.colour("Kernel Book"), **everything_else)
+
+
+def timelines(version, lanes, window, height):
+    """What draws some lanes of a version for so many cycles, from its second traced tile on."""
+
+    def of_loader(axes, rows, place, start):
+        for row in rows:
+            for at, mark in ((row["asks"], "^"), (row["begins"], "v")):
+                if 0 <= at - start <= window:
+                    ink = lab.colour("matmul")
+                    axes.plot(at - start, place, mark, markersize=5, color=ink)
+
+    def how(axes, rows):
+        rows = [row for row in with_earliest(rows) if row["version"] == version]
+        start = next(row["asks"] for row in rows if row["tile"] == SPAN[1])
+        axes.figure.set_size_inches(5.4, height)
+        named_inks(axes)
+        for y, lane in enumerate(lanes):
+            own = [row for row in rows if row["role"] == lane]
+            if lane == UNITS:
+                draw_units(axes, rows, version, y, start, window)
+            elif lane == "loader":
+                of_loader(axes, own, y, start)
+            else:
+                draw_consumer(axes, own, version, y, start, window)
+        axes.set(xlim=(0, window), xlabel="cycles of the SM")
+        axes.set_yticks(range(len(lanes)), lanes, fontsize=10)
+        axes.invert_yaxis()
+        axes.grid(axis="x", visible=True)
+        axes.grid(axis="y", visible=False)
+
+    return how
+
+
 LANES = (*CONSUMERS, UNITS)
 lab.draw(
     traced,
@@ -1292,37 +1492,39 @@ lab.draw(
 # %%
 
 # Reading
-earliest = with_earliest(traced.rows)
 late = [seen - end for _, end, _, _, seen in on_units(traced.rows, "two roles")][4:]
 lab.read(
     f"**The units are idle for {100 * idle_units(traced.rows, 'two roles'):.0f} % of the time.** "
-    "The consumers do not work like our cooks: the scores of one run right behind those of the "
-    f"other, so the two begin to weigh only {apart(traced.rows, 'two roles', 'scores'):,.0f} "
-    "cycles apart, and while both weigh nobody has a matmul for the units. (The lowest row can be "
-    f"trusted here: every result is seen {min(late, default=nan):.0f} to "
-    f"{max(late, default=nan):.0f} cycles after its matmul ends there.) "
-    + (
-        "**So roles alone gain nothing,** because in each tile a consumer stands in line for the "
-        "units twice."
-        if gain("two roles", "full") < SCATTER
-        else ""
-    )
+    "The cooks do not alternate: the scores of one run right behind those of the other, so "
+    f"the two begin to weigh only {apart(traced.rows, 'two roles', 'scores'):,.0f} cycles apart, "
+    "and while both weigh nobody has a matmul for the units. A suspect: in each tile a consumer "
+    "stands in line for the units twice. (The computed row can be trusted here: every result is "
+    f"seen {min(late, default=nan):.0f} to {max(late, default=nan):.0f} cycles after its matmul "
+    "ends there.)"
 )
 
 # %%
 # Rung 2: scores ahead
 # --------------------
 #
-# What if a consumer comes with two matmuls at a time? **The change:** the scores run one tile
-# ahead. **Expected:** a gain, above all because it then weighs while its own sum runs.
+# What if a consumer comes to the units once per tile, with two matmuls? **The change:** the scores
+# run one tile ahead. **Expected:** a gain, above all because a consumer then weighs while its own
+# sum runs.
 
 # Reading
 lab.read(told("scores ahead"))
 
 # %%
-# Do the exponentials really run during the sum? In the machine code, ``HGMMA`` is a matmul
-# instruction, ``WARPGROUP.DEPBAR`` is ``warpgroup_mma_wait``, with its argument at the end, and
-# ``MUFU.EX2`` is an exponential. An iteration, in the order of the assembler:
+# Do the exponentials really run during the sum? A launch, ``kernel[grid](...)``, returns the
+# compiled kernel, and ``cuobjdump``, which comes with Triton, turns its binary into SASS:
+#
+# .. literalinclude:: attention_hopper.py
+#    :language: python
+#    :pyobject: machine_code
+#    :lines: 1, 3-
+#
+# An iteration, reduced to matmuls (``HGMMA``), waits for them (``WARPGROUP.DEPBAR``, which ends in
+# the argument of ``warpgroup_mma_wait``), and exponentials (``MUFU.EX2``):
 
 
 # Drawing
@@ -1367,9 +1569,9 @@ planned = in_code.get(("scores ahead", "no"), {}).get(BEFORE, nan)
 lab.read(
     (
         f"**They do not.** All {OF_THREAD} exponentials of a thread, for its weights and for the "
-        "factors of two rows, stand behind both waits, because the assembler has moved the second "
-        "up. A consumer stops until both matmuls have ended, then weighs. So this "
-        "is not why the kernel is faster. What does run beside the exponentials?"
+        "factors of two rows, stand behind both waits. On the way to machine code the second wait "
+        "has moved up to the first, so a consumer weighs only when both matmuls have ended. What "
+        "else runs beside its exponentials?"
     )
     if planned == 0
     else f"{planned:.0f} of the {OF_THREAD} exponentials of a thread stand between the wait for "
@@ -1394,8 +1596,9 @@ lab.read(
     "**The matmuls of the other consumer:** one cook prepares while the other bakes. A consumer "
     "now stands in line once per tile, with two matmuls, so the two begin to weigh at least "
     f"{apart(earliest, 'scores ahead', 'earliest'):,.0f} cycles apart, and the units are idle for "
-    f"{100 * idle_units(traced.rows, 'scores ahead'):.0f} % of the time. (Here a bar turns blue "
-    "when both matmuls end at the earliest; a stamp there could change the code.)"
+    f"{100 * idle_units(traced.rows, 'scores ahead'):.0f} % of the time. (Both are estimates: on "
+    "this rung the end of the matmuls is computed, because a stamp there could keep the wait from "
+    "moving.)"
     + (
         ""
         if (as_stamped.get(BEFORE), as_stamped.get("of them before the next stamp"))
@@ -1408,9 +1611,9 @@ lab.read(
 # Rung 3: a branch
 # ----------------
 #
-# Would the planned overlap gain even more? **The change:** a branch
-# before the wait for the sum, because the assembler does not move the wait across one.
-# **Expected:** a gain, because a consumer now computes exponentials during its own sum, too.
+# Would the planned overlap gain even more? **The change:** a branch before the wait for the sum,
+# across which the wait does not move. **Expected:** a gain, because a consumer now computes
+# exponentials during its own sum, too.
 
 # Reading
 early = in_code.get(("a branch", "no"), {}).get(BEFORE, nan)
@@ -1425,23 +1628,10 @@ lab.read(
     )
     + f"Removing the branch from the last rung {of_both('without the branch', 'turns')}"
     + (
-        ", so **forcing the order gains nothing.** Later rungs keep the branch only as "
-        "they keep every switch."
+        ", so **forcing the order gains nothing.**"
         if abs(gain("without the branch", "full", "turns")) < SCATTER
         else "."
     )
-)
-
-# %%
-# Without a mask, rung 5 is this rung but for how it adds up :math:`l_i`, so its timeline shows the
-# forced order:
-
-# Drawing
-lab.draw(
-    traced,
-    "Rung 5: a consumer weighs during its own sum",
-    in_words("no turns"),
-    timelines("no turns", LANES, 6000, 2.8),
 )
 
 # %%
@@ -1452,12 +1642,13 @@ weighs_in_order, weighs_ahead = (
     for version in ("two roles", "no turns")
 )
 lab.read(
-    "The overlap is there: a consumer that has weighed waits for its sum for only "
-    f"{mean_cycles(traced.rows, 'no turns', 'weighed', 'sum'):.0f} cycles more. "
+    "Without a mask, rung 5 differs from this rung only in how it adds up `l_i`. Its timeline, the "
+    "last in the next figure, shows the overlap: after it has weighed, a consumer waits for its "
+    f"sum for only {mean_cycles(traced.rows, 'no turns', 'weighed', 'sum'):.0f} cycles. "
     + (
-        f"But weighing alone now takes {weighs_ahead:,.0f} cycles; on rung 1, weighing and "
-        f"rescaling together took {weighs_in_order:,.0f}. **So slower weighing takes back a part "
-        "of what the overlap saves.**"
+        f"But weighing alone now takes {weighs_ahead:,.0f} cycles, and on rung 1 it took "
+        f"{weighs_in_order:,.0f} with the rescaling of `acc`. **So slower weighing takes back a "
+        "part of what the overlap saves.**"
         if weighs_ahead > weighs_in_order
         else f"Weighing takes {weighs_ahead:,.0f} cycles."
     )
@@ -1478,91 +1669,118 @@ lab.read(
 #       :dedent:
 
 # %%
-
-# Folded: All versions as compiled, and rungs 2 and 3 without a mask
-Shown(f"{compiled.html}{unmasked.html}", f"{compiled.plain}\n\n{unmasked.plain}")
-
-# %%
 # Why the loop is faster
 # ----------------------
 #
-# Three things could make rung 2 faster than rung 1: a consumer's exponentials run during its own
-# sum, the two consumers alternate, or a consumer stops less often. Three rungs tell them apart,
-# here without a mask ("both away" is the share of a consumer's time away from its matmuls in which
-# the other is away, too; "stops" leaves out waits shorter than 100 cycles):
+# Two things could make rung 2 faster than rung 1: while a consumer weighs, its own sum runs, or the
+# other's matmuls do. Here is consumer 0 above the units, on three rungs:
 
 
-def stops(version):
-    """How often per tile a consumer stands still for its matmuls, not counting short waits."""
-    if version == "scores ahead":
-        return 1 if planned == 0 else nan
-    waits = [mean_cycles(traced.rows, version, *ends) for ends in at_matmuls(version)]
-    return sum(took > 100 for took in waits) if traced.rows else nan
-
-
-REASONS = {  # as traced, and the name of the rung
+# Drawing
+COMPARED = {  # as traced, and the name of the rung
     "two roles": "two roles",
     "scores ahead": "scores ahead",
     "no turns": "sums in threads",
 }
-reasons = {
-    version: {
-        "rung": f"{NUMBERS[version]}, {name}",
-        "exponentials during own sum": "yes" if compiled_to(name, BEFORE) else "no",
-        "both away, %": round(100 * both_at(earliest, version, away(version)))
-        if traced.rows
-        else nan,
-        "stops per tile": stops(version),
-        "% of cuBLAS": round(100 * steps.share(name, mask="full")),
-    }
-    for version, name in REASONS.items()
-    if steps.rows
-}
+
+
+def of_three_rungs(axes, rows):
+    rows, window, lane = with_earliest(rows), 6000, CONSUMERS[0]
+    axes.figure.set_size_inches(5.4, 4.2)
+    named_inks(axes)
+    for number, version in enumerate(COMPARED):
+        of_version = [row for row in rows if row["version"] == version]
+        own = [row for row in of_version if row["role"] == lane]
+        start = next(row["asks"] for row in own if row["tile"] == SPAN[1])
+        y = 2.7 * number
+        draw_consumer(axes, own, version, y, start, window)
+        draw_units(axes, of_version, version, y + 0.9, start, window)
+    # the last rung's waits for sums are too short to be seen as such
+    row = next(row for row in own if row["sum"] > start + 2000)
+    axes.annotate(
+        "waits for its sum", ((row["weighed"] + row["sum"]) / 2 - start, y - 0.35),
+        xytext=(0, 14), textcoords="offset points", ha="center", fontsize=9, color=MUTED,
+        arrowprops={"arrowstyle": "->", "color": MUTED},
+    )  # fmt: skip
+    axes.set(xlim=(0, window), xlabel="cycles of the SM")
+    places = [2.7 * number + z for number in range(len(COMPARED)) for z in (0, 0.9)]
+    labels = [(f"rung {NUMBERS[v]}", "units") for v in COMPARED]
+    axes.set_yticks(places, [label for pair in labels for label in pair], fontsize=10)
+    axes.invert_yaxis()
+    axes.grid(axis="x", visible=True)
+    axes.grid(axis="y", visible=False)
+
+
+def three_rungs_in_words(rows):
+    idle = ", ".join(
+        f"{100 * idle_units(rows, version):.0f} % on rung {NUMBERS[version]}"
+        for version in COMPARED
+    )
+    return (
+        "Bars over time. On rung 1 the units compute two scores, then are idle, then compute two "
+        "sums. On rungs 2 and 5 they compute scores and sum of one consumer, then those of the "
+        "other. On rung 5 a consumer weighs from the end of its scores on, and then waits for its "
+        f"sum for a moment only. The units are idle for {idle}."
+    )
+
+
+lab.draw(
+    traced,
+    "Consumer 0 and the matmul units on three rungs",
+    three_rungs_in_words,
+    of_three_rungs,
+)
+
+# %%
+# What do the units do during a consumer's blue bars? (% of cuBLAS is that of the ladder.)
+
+beside_away = {version: units_while_away(earliest, version) for version in COMPARED}
+
+
+def on_rung(version, name):
+    row = {"rung": f"{NUMBERS[version]}, {name}"}
+    for what, took in zip(
+        ("its own sum", "the other's matmuls", "idle"),
+        beside_away[version],
+        strict=True,
+    ):
+        row[what] = f"{took:,.0f}"
+    return row | {"% of cuBLAS": round(100 * steps.share(name, mask="full"))}
+
+
 lab.table(
-    list(reasons.values()) if traced.rows else [],
-    "What three rungs have, and how fast they are",
+    [on_rung(*rung) for rung in COMPARED.items()] if traced.rows and steps.rows else [],
+    "The matmul units while a consumer does all else: cycles per tile of keys, without a mask",
 )
 
 # %%
 
 # Reading
-stopping = [row["stops per tile"] for row in reasons.values()]
+own_sum, others_matmuls, _ = zip(*beside_away.values(), strict=True)
 between = abs(gain("sums in threads", "full", "scores ahead"))
-only_stops = stopping == [2, 1, 1] and between < SCATTER < gain("scores ahead", "full")
-one_switch = abs(gain("without the branch", "full", "turns"))
-saves_shuffles = compiled_to("sums in threads", "shuffles") < compiled_to(
-    "one loop", "shuffles"
-)
-took_2, took_5 = (cycles_a_tile(traced.rows, v) for v in ("scores ahead", "no turns"))
-idle_2, idle_5 = (
-    100 * idle_units(traced.rows, v) for v in ("scores ahead", "no turns")
+alternate = (
+    others_matmuls[0] < 0.8 * min(others_matmuls[1:])
+    and min(others_matmuls[1:]) > 0.9 * ideal / 2
+    and between < SCATTER < gain("scores ahead", "full")
+    and planned == 0
 )
 lab.read(
     (
-        "**Only the stops go with the speed.** Rungs 2 and 5 differ in both other columns and are "
-        f"equally fast, {100 * between:.1f} % apart. "
-        + (
-            "Rung 5 has fewer shuffles, too, but the last rung with and without its branch, a "
-            f"single switch, is {100 * one_switch:.1f} % apart. "
-            if one_switch < SCATTER
-            and saves_shuffles
-            and compiled_to("without the branch", BEFORE) == 0
-            else ""
-        )
-        + (
-            f"(Stamps slow rungs differently: with them, rungs 2 and 5 take {took_2:,.0f} and "
-            f"{took_5:,.0f} cycles per tile, with idle units for {idle_2:.0f} and {idle_5:.0f} %.)"
-            if took_2 / took_5 - 1 > between + SCATTER
-            else ""
-        )
+        "**The speed goes with the other's matmuls.** Per tile the other has 1,024 cycles of them, "
+        f"of which {others_matmuls[0]:,.0f} run beside a consumer's own work on rung 1, and almost "
+        "all on rungs 2 and 5. Only on rung 5 a consumer's own sum does, too, for "
+        f"{own_sum[2]:,.0f} cycles, and yet rung 5 is no faster than rung 2. "
+        + "So what counts is that the cooks alternate."
     )
-    if only_stops
-    else f"A consumer stops {stopping[0] if stopping else nan} times per tile on rung 1."
+    if alternate
+    else f"On rung 1, {others_matmuls[0]:,.0f} cycles of the other's matmuls run beside a "
+    "consumer's own work."
 )
 
 # %%
-# Is one stop fewer enough for such a gain? A model tells: two consumers stand in line for the
-# units, and pause after each request.
+# What makes them alternate? A model tests our suspect, that a consumer stands in line twice. Two
+# consumers stand in line for the units, and pause after each request; ``requests`` holds those of a
+# tile, as (cycles of matmuls, cycles of the pause after them):
 
 
 def cycles_per_tile(requests, tiles=10_000):
@@ -1577,12 +1795,17 @@ def cycles_per_tile(requests, tiles=10_000):
 
 
 # %%
-# Rung 1's timeline gives the two pauses. For rung 2 we keep them, and make one request of two:
+# Rung 1's timeline gives the two pauses, each from the end of a matmul to the next issue: the first
+# is mostly weighing. For rung 2 we keep them, and make one request of two. In the forced order of
+# rung 5 weighing begins 512 cycles earlier, before the sum has run:
 
-after_scores, after_sum = pauses(traced.rows)
+after_scores, after_sum = (
+    round(took) if took == took else nan for took in pauses(traced.rows)
+)
 REQUESTS = {
     "two roles": [(512, after_scores), (512, after_sum)],
     "scores ahead": [(1024, after_scores + after_sum)],
+    "no turns": [(1024, after_scores + after_sum - 512)],
 }
 modelled = {
     version: cycles_per_tile(requests) if traced.rows else nan
@@ -1591,8 +1814,8 @@ modelled = {
 lab.table(
     [
         {
-            "rung": f"{NUMBERS[version]}, {version}",
-            "requests, and pauses": ", ".join(f"{a:,} + {b:,.0f}" for a, b in requests),
+            "rung": f"{NUMBERS[version]}, {COMPARED[version]}",
+            "requests + pauses": ", ".join(f"{a:,} + {b:,.0f}" for a, b in requests),
             "model": f"{modelled[version]:,.0f}",
             "timeline": f"{cycles_a_tile(traced.rows, version):,.0f}",
         }
@@ -1605,14 +1828,16 @@ lab.table(
 # %%
 
 # Reading
-at_one, at_two = (cycles_a_tile(traced.rows, version) for version in REQUESTS)
+at_one, at_two, at_five = (cycles_a_tile(traced.rows, v) for v in REQUESTS)
 in_model = modelled["two roles"] / modelled["scores ahead"] - 1
 lab.read(
-    f"The model gains {100 * in_model:.0f} %, the timelines {100 * (at_one / at_two - 1):.0f} %, "
-    f"and the kernels without stamps {100 * gain('scores ahead', 'full'):.0f} %. "
+    f"From rung 1 to rung 2 the model gains {100 * in_model:.0f} %, the timelines "
+    f"{100 * (at_one / at_two - 1):.0f} %, and the ladder {100 * gain('scores ahead', 'full'):.0f} "
+    "%. "
     + (
-        "**So one stop fewer accounts for most of the gain.**"
+        "**So standing in line once instead of twice accounts for most of the gain.**"
         if abs(in_model - at_one / at_two + 1) < 0.03
+        and in_model > gain("scores ahead", "full") / 2
         else ""
     )
 )
@@ -1620,14 +1845,14 @@ lab.read(
 # %%
 
 # Drawing
-own = [sum(map(sum, requests)) for requests in REQUESTS.values()]
-in_line = [m - o for m, o in zip(modelled.values(), own, strict=True)]
+own = [sum(map(sum, requests)) for requests in list(REQUESTS.values())[:2]]
+in_line = [m - o for m, o in zip(list(modelled.values())[:2], own, strict=True)]
 REASON = (
     "What makes it faster",
-    "A consumer stops once per tile instead of twice. In the model, its own work takes "
-    f"{own[0]:,.0f} cycles on both rungs; the other {in_line[0]:,.0f} of rung 1 it stands in line. "
-    "With one request per tile nobody stands in line. It matters little whose exponentials run "
-    "meanwhile.",
+    "A consumer stands in line for the matmul units once per tile instead of twice. In the model, "
+    f"its own work takes {own[0]:,.0f} cycles on both rungs, and on rung 1 it stands in line for "
+    f"{in_line[0]:,.0f} more. On rung 2 nobody does, because the two cooks alternate by "
+    "themselves.",
 )
 
 
@@ -1638,95 +1863,65 @@ def boxed(title, text):
     return show(Markdown(html, f"{title}. {text}", f"**{title}**\n\n{text}"))
 
 
-boxed(*REASON) if only_stops and in_line[1] < 1 < in_line[0] else None
+boxed(*REASON) if alternate and in_line[1] < 1 < in_line[0] else None
+
+# %%
+
+# Reading
+lab.read(
+    f"For the forced order the model promises {modelled['no turns']:,.0f} cycles, and the timeline "
+    f"of rung 5 has {at_five:,.0f}"
+    + (
+        ': weighing slows, and the scores arrive later than at the full rate, which "What is left" '
+        "counts."
+        if at_five > 1.05 * modelled["no turns"] and weighs_ahead > weighs_in_order
+        else "."
+    )
+)
 
 # %%
 # Rungs 4 to 6: small changes
 # ---------------------------
 #
-# Rung 4 mends what rung 2 cost with a causal mask, and the other two remove what might still delay
-# a consumer:
+# Three smaller changes remain:
 #
-# - **Rung 4, one loop.** The mask cuts the first tiles of keys, which so far had a loop of their
-#   own. Since rung 2 the weights go from iteration to iteration, and with two loops Triton took
-#   them apart into single 16-bit numbers at the end of each iteration, only to pair them again for
-#   the next matmul (``PRMT``). One loop, in which a branch asks whether the mask cuts the tile,
-#   needs none of this.
+# - **Rung 4, one loop.** The first tiles of keys, which the mask cuts, had a loop of their own.
+#   Since rung 2 the weights go from iteration to iteration, and with two loops Triton took them
+#   apart into 16-bit numbers and paired them again (``PRMT``). In the one loop a branch asks
+#   whether the mask cuts the tile.
 # - **Rung 5, sums in threads.** Each thread adds up its own part of :math:`l_i`, because the four
 #   threads that share a row of scores need its sum only at the end. That saves
-#   :term:`shuffles <shuffle>` (``SHFL``).
+#   :term:`shuffles <shuffle>`.
 # - **Rung 6, turns.** Each consumer waits at a :term:`named barrier` before it issues, until the
-#   other has issued both of its matmuls. FlashAttention-3 calls this :term:`ping-pong scheduling`.
+#   other has issued. FlashAttention-3 calls this :term:`ping-pong scheduling`.
 
 
-by_version = {version: cycles_a_tile(traced.rows, version) for version in TRACED}
-ideal = cycles(128)[0]
+# Reading
 if not traced.rows:
     steps.rate("turns", mask="full")  # says why numbers are missing
 
-issue_without, issue_with = (
-    both_at(traced.rows, version, [("begins", "issued")])
-    for version in ("no turns", "turns")
-)
-
-
-def small_change(name, number, code, before, after):
-    row = changed_by(name, rung_before(name))
-    gains = {"full, %": row["full, %"], "causal, %": row["causal, %"]}
-    return (
-        {"rung": f"{number}, {name}"}
-        | gains
-        | {"what changed": f"{code}: {before} → {after}"}
-    )
-
-
-lab.table(
-    [
-        small_change(
-            "one loop",
-            4,
-            "PRMT, causal",
-            compiled_to("a branch", "permutations"),
-            compiled_to("one loop", "permutations"),
-        ),
-        small_change(
-            "sums in threads",
-            5,
-            "SHFL, causal",
-            compiled_to("one loop", "shuffles"),
-            compiled_to("sums in threads", "shuffles"),
-        ),
-        small_change(
-            "turns",
-            6,
-            "both issue at once",
-            f"{100 * issue_without:.0f} %",
-            f"{100 * issue_with:.0f} %",
-        ),
-    ]
-    if steps.rows
-    else [],
-    "Rungs 4 to 6: gain over the rung before",
-)
-
-# %%
-
-# Reading
+issue_without = both_at(traced.rows, "no turns", [("begins", "issued")])
 expected_there = gain("one loop", "causal") > SCATTER > abs(gain("one loop", "full"))
 no_effect = all(abs(gain("turns", mask)) < SCATTER for mask in ("full", "causal"))
+of_sums = [gain("sums in threads", mask) for mask in ("full", "causal")]
 lab.read(
     (
-        "**One loop pays with a causal mask:** "
-        f"all {compiled_to('scores ahead', 'permutations'):.0f} `PRMT` are gone that came with "
-        f"rung 2, which gained {100 * gain('scores ahead', 'causal'):.0f} % there. "
+        "**One loop pays with a causal mask:** it removes all "
+        f"{compiled_to('scores ahead', 'permutations'):.0f} `PRMT` that rung 2 had brought, and "
+        f"gains {100 * gain('one loop', 'causal'):.0f} %. "
         if expected_there
         and compiled_to("two roles", "permutations")
         == compiled_to("one loop", "permutations")
         else ""
     )
     + (
-        "**Turns make no difference,** because without them, too, the consumers hardly ever issue "
-        "at the same time."
+        f"**Sums in threads** gain {from_to(*(100 * g for g in sorted(of_sums)), 0)} %, hardly "
+        "more than two timings of one kernel differ. "
+        if min(of_sums) > SCATTER / 2 and max(of_sums) < 2 * SCATTER
+        else ""
+    )
+    + (
+        "**Turns make no difference,** probably because the cooks alternate without them."
         if no_effect and issue_without < 0.02
         else ""
     )
@@ -1734,13 +1929,8 @@ lab.read(
 
 # %%
 
-# Folded: The timeline of rung 6, and when the loader asks for keys (▲) and values (▼)
-lab.draw(
-    traced,
-    "Rung 6, with the loader",
-    in_words("turns"),
-    timelines("turns", ("loader", *LANES), 9000, 3.2),
-)
+# Folded: All versions as compiled, and rungs 2 and 3 without a mask
+Shown(f"{compiled.html}{unmasked.html}", f"{compiled.plain}\n\n{unmasked.plain}")
 
 # %%
 # Registers for the consumers
@@ -1748,9 +1938,9 @@ lab.draw(
 #
 # The largest effect of the page has no bar in the ladder, because no rung can do without it. An SM
 # has 65,536 registers, and a program 384 threads (the loader's warp counts as four), so launched
-# alike each thread gets 168: their quotient, rounded down to a multiple of 8. But a consumer's
-# ``s`` and ``acc`` take 64 registers of a thread each, and ``p`` another 32, so hardly any are left
-# to compute with. So the loader hands over all but 24: 3 × 168 = 240 + 240 + 24.
+# alike each gets 168, rounded down to a multiple of 8. But a consumer's ``s`` and ``acc`` take 64
+# registers of a thread each, and ``p`` another 32, so hardly any are left to compute with. So the
+# loader hands over all but 24: 3 × 168 = 240 + 240 + 24.
 #
 # .. code-block:: python
 #
@@ -1790,14 +1980,14 @@ lab.read(
         else f"Without a mask, handing over makes the kernel {halved:.1f} times as fast. "
     )
     + (
-        "Each of the two consumers has four matmuls in its code, of 8 instructions each. Short of "
-        "registers, the assembler waits after every instruction, so no matmul is asynchronous, and "
-        f"it makes {compiled_to('equal registers', 'spills'):.0f} spills. "
+        "Short of registers, the assembler waits after every matmul instruction, so that no matmul "
+        f"is asynchronous, and it keeps {compiled_to('equal registers', 'spills'):.0f} values of "
+        "each thread in memory. "
         if compiled_to("equal registers", "waits for them")
         == compiled_to("equal registers", "matmul instructions")
         else ""
     )
-    + "**So roles work only if the loader's registers go to the consumers.**"
+    + "**So these roles work only if the loader's registers go to the consumers.**"
 )
 
 # %%
@@ -1808,9 +1998,9 @@ lab.read(
 # change:** a :term:`persistent` program computes one tile of queries after another. **Expected:** a
 # gain.
 #
-# With a causal mask it matters which tiles a program takes, because later queries see more keys.
-# Let four programs have eight tiles of queries, the longest first. Each takes every fourth tile, or
-# a *pair*, one from the beginning and one from the end:
+# With a causal mask later queries see more keys, so it matters which tiles a program takes. Of
+# eight tiles of queries, the longest first, each of four programs takes every fourth, or a *pair*,
+# one from the beginning and one from the end:
 
 
 # Drawing
@@ -1861,26 +2051,20 @@ beside = {
 }
 
 
-def from_to(low, high, digits):
-    low, high = f"{low:.{digits}f}", f"{high:.{digits}f}"
-    return low if low == high else f"{low} to {high}"
-
-
 lab.read(
-    "**Measured,** against the package's kernel with one program per tile of queries: without "
-    f"a mask, persistence {verdict(gain('persistent', 'full', 'a program per tile'))}. With a "
-    f"causal mask it {verdict(gain('persistent', 'causal', 'a program per tile'))} as on the left, "
+    "**Measured:** without a mask, persistence "
+    f"{verdict(gain('persistent', 'full', 'a program per tile'))}. With a causal mask it "
+    f"{verdict(gain('persistent', 'causal', 'a program per tile'))} as on the left, "
     f"and {verdict(gain('Kernel Book', 'causal', 'a program per tile'))} in pairs. "
     + (
-        "With one program per tile it is "
-        f"{from_to(*(-slower for slower in beside['a program per tile'][::-1]), 0)} % slower than "
-        f"rung 6; persistent, it is {from_to(*beside['Kernel Book'], 1)} % faster with either "
-        f"mask{', less than scatter' * (beside['Kernel Book'][1] < 100 * SCATTER)}. It reaches "
-        if beside["a program per tile"][1] < 0 < beside["Kernel Book"][0]
-        else "It reaches "
+        "With one program per tile the package's kernel starts "
+        f"{from_to(*(-slower for slower in beside['a program per tile'][::-1]), 0)} % behind rung "
+        "6, probably because it serves any length. Persistence buys that back, and **the two end "
+        "level.**"
+        if beside["a program per tile"][1] < 0
+        and max(map(abs, beside["Kernel Book"])) < 100 * SCATTER
+        else ""
     )
-    + f"**{100 * steps.share('Kernel Book', mask='full'):.0f} % of cuBLAS without a mask and "
-    f"{100 * steps.share('Kernel Book', mask='causal'):.0f} % with a causal one.**"
 )
 
 # %%
@@ -1895,10 +2079,9 @@ lab.table(
 # What is left
 # ------------
 #
-# What keeps the kernel from 100 %? The units are never idle if a consumer comes back in time. On
-# the last rung it has, from its scores on, the 512 cycles of its own sum and the 1,024 of the
-# other's matmuls, so 1,536. Is its work too much for that? We count six kinds of instruction with
-# which it weighs and rescales, and divide by the rate of an SM for each.
+# What keeps the kernel from 100 %? The units are never idle if a consumer needs 2,048 cycles for a
+# tile: 512 until its scores are there, and then 1,536 until it comes back, in which its own sum and
+# the other's two matmuls run. The last rung misses both:
 
 
 # Measuring
@@ -1931,35 +2114,30 @@ work = lab.attempt(
 
 # %%
 
-# Folded: The instructions of one iteration, counted
-work
-
-
-# %%
-
 
 busy = {row["instruction"]: row["cycles of an SM"] for row in work.rows}
 counted = sum(busy.values()) / 2  # of both consumers, of whom one is meant
 weighing = mean_cycles(traced.rows, "turns", "scores", "weighed")
 for_sum = mean_cycles(traced.rows, "turns", "weighed", "sum")
 contended = both_at(earliest, "turns", away("turns"))
-comes_back = by_version["turns"] - mean_cycles(traced.rows, "turns", "begins", "scores")
-in_cycles = {
-    "has, so that the units are never idle": ideal - ideal / 4,
-    "needs for the counted instructions, at their rates": counted,
-    "takes until its next issue, as traced": comes_back,
-    "of these, to weigh": weighing,
-    "to wait for its sum": for_sum,
-    "to rescale and begin anew, with stamps": comes_back - weighing - for_sum,
+until_scores = mean_cycles(traced.rows, "turns", "begins", "scores")
+comes_back = by_version["turns"] - until_scores
+HALVES = {
+    "from the issue to its scores": (ideal / 4, until_scores),
+    "from the scores to the next issue": (3 * ideal / 4, comes_back),
+    "together, a tile of keys": (ideal, by_version["turns"]),
 }
+
+
+def half_of_tile(part, wanted, took):
+    wanted, took = round(wanted), round(took)
+    cells = {"if never idle": f"{wanted:,}", "traced": f"{took:,}"}
+    return {"a consumer": part} | cells | {"late": f"{took - wanted:,}"}
+
+
 lab.table(
-    [
-        {"from its scores on, a consumer": part, "cycles": f"{took:,.0f}"}
-        for part, took in in_cycles.items()
-    ]
-    if traced.rows and work.rows
-    else [],
-    "The last rung: cycles of a consumer",
+    [half_of_tile(part, *both) for part, both in HALVES.items()] if traced.rows else [],
+    "The last rung: cycles of a consumer, with stamps",
 )
 
 # %%
@@ -1967,23 +2145,56 @@ lab.table(
 # Reading
 shared, spent = counted / (1 - contended / 2), comes_back - for_sum
 lab.read(
-    "**A consumer comes back too late,** so the units are idle for "
-    f"{100 * idle_units(traced.rows, 'turns'):.0f} % of a traced kernel's time. "
+    "**A consumer is late twice,** and together these cycles are the "
+    f"{100 * idle_units(traced.rows, 'turns'):.0f} % of the time in which the units are idle. Its "
+    f"scores wait only {scores_in_line(traced.rows, 'turns'):.0f} cycles behind the other's "
+    "matmuls, but are seen later than at the full rate. "
     + (
-        "The loader is not to blame, because it asks for keys more than a whole tile's time before "
-        "a consumer needs them. "
+        f"Then weighing and rescaling take {spent:,.0f} cycles, although the instructions that we "
+        f"counted need at most {shared:,.0f}. "
+        if shared < spent
+        else f"Then weighing and rescaling take {spent:,.0f} cycles. "
+    )
+    + "Why both take so long is **an open question**. "
+    + (
+        "The loader is not to blame, because it asks for keys more than a tile's time before a "
+        "consumer needs them."
         if asked_ahead(traced.rows, "turns") > by_version["turns"]
         else f"The loader asks for keys {asked_ahead(traced.rows, 'turns'):,.0f} cycles before a "
-        "consumer needs them. "
+        "consumer needs them."
     )
-    + (
-        "Nor are the counted instructions: even at half the rate while both consumers are away "
-        f"from their matmuls ({100 * contended:.0f} % of such time), they need {shared:,.0f} "
-        f"cycles. Why weighing and rescaling take {spent:,.0f}, with stamps, is **an open "
-        "question**."
-        if shared < spent
-        else ""
-    )
+)
+
+# %%
+
+# Folded: The instructions of one iteration, counted, and the time from the scores on
+parts = {
+    "needs for the counted instructions, at the rates of an SM": counted,
+    "the same, at half the rates while both are away from their matmuls": shared,
+    "takes until its next issue, as traced": comes_back,
+    "of these, to weigh": weighing,
+    "to wait for its sum": for_sum,
+    "to rescale and begin anew, with stamps": comes_back - weighing - for_sum,
+}
+in_parts = lab.table(
+    [
+        {"from its scores on, a consumer": part, "cycles": f"{took:,.0f}"}
+        for part, took in parts.items()
+    ]
+    if traced.rows and work.rows
+    else [],
+    "The last rung: cycles of a consumer from its scores on",
+)
+Shown(f"{work.html}{in_parts.html}", f"{work.plain}\n\n{in_parts.plain}")
+
+# %%
+
+# Folded: The timeline of rung 6, and when the loader asks for keys (▲) and values (▼)
+lab.draw(
+    traced,
+    "Rung 6, with the loader",
+    in_words("turns"),
+    timelines("turns", ("loader", *LANES), 9000, 3.2),
 )
 
 # %%
@@ -2016,7 +2227,7 @@ lab.read(
 # %%
 
 
-# Folded: Tiles and roles, by head_dim, mask and length
+# Measuring
 def configuration(head_dim, mask, longest, config):
     row = {"head_dim": head_dim, "mask": mask}
     row["keys up to"] = "any" if longest == float("inf") else f"{longest:,}"
@@ -2035,14 +2246,13 @@ choices = [
     for key, of_lengths in choice.CHOICES.items()
     for chosen in of_lengths
 ]
-lab.table(
+cut_as = lab.table(
     sorted(choices, key=len, reverse=True),
-    "What was fastest as a whole, and how the Gluon kernel is cut",
+    "What was fastest as a whole, with or without turns, and how the Gluon kernel is cut",
 )
 
 # %%
-# It agrees with float64 over odd lengths, grouped heads, causal masks and windows. (``lse`` is the
-# :term:`logsumexp` of each query, which it returns in float32.)
+
 
 # Measuring
 MASKS = {"full": (False, None), "causal": (True, None), "window": (False, (70, 40))}
@@ -2058,20 +2268,12 @@ def package(q, k, v, is_causal, backend, window=None):
 
 def every_case():
     for head_dim in (64, 128):
-        for mask, (is_causal, window) in MASKS.items():
+        for mask in MASKS:
             for n_q, n_k in ((1, 127), (65, 193), (777, 1001)):
                 dtypes = (torch.bfloat16, torch.float16)
                 for dtype in dtypes[: 1 + (mask == "causal")]:
                     sizes = (2, 6, 2, n_q, n_k, head_dim)
-                    if HOPPER:
-                        yield from case_of_kernel(sizes, dtype, mask)
-                    elif dtype == dtypes[0] and n_q < 777 and window is None:
-                        q, k, v = drawn(sizes, torch.float32)
-                        ours = one_tile_ahead(q, k, v, head_dim**-0.5, is_causal)
-                        truth, _ = reference.attention(q, k, v, is_causal)
-                        theirs = by_pytorch(q, k, v, is_causal)
-                        what = f"{sizes}, {mask}, the loop in PyTorch"
-                        yield lab.Case(what, "forward", ours, theirs, truth, factor=8)
+                    yield from case_of_kernel(sizes, dtype, mask)
 
 
 def case_of_kernel(sizes, dtype, mask):
@@ -2088,12 +2290,9 @@ def case_of_kernel(sizes, dtype, mask):
     yield lab.Case(what, "lse", lse, true_lse.float(), true_lse, factor=24)
 
 
-lab.check(
-    "The package's kernel", every_case(), stand_in="with PyTorch's loop in its place"
-)
+right = lab.check("The package's kernel", every_case(), here=HOPPER)
 
 # %%
-# If a barrier is missing, roles can be right a thousand times and wrong once, so launches repeat:
 
 
 # Measuring
@@ -2168,8 +2367,15 @@ soaked = lab.attempt("Launches of random shapes", soak if HOPPER else NEEDS_HOPP
 
 # %%
 
-# Folded: Beside plain Triton and 200 times, and launches of random shapes
-Shown(f"{repeated.html}{soaked.html}", f"{repeated.plain}\n\n{soaked.plain}")
+# Folded: Tiles and roles by shape, every check, and the repeated launches
+named = lab.read(
+    "An input is named by its (batch, heads, heads of keys, queries, keys, head_dim). `lse` is the "
+    "logsumexp of each query, which the kernel returns in float32."
+)
+Shown(
+    f"{cut_as.html}{named.html}{right.html}{repeated.html}{soaked.html}",
+    f"{cut_as.plain}\n\n{named.plain}\n\n{right.plain}\n\n{repeated.plain}\n\n{soaked.plain}",
+)
 
 # %%
 
@@ -2179,14 +2385,18 @@ launched, other_bits = (
     for what in ("launches", "with other bits")
 )
 ended = soaked.rows[0] if soaked.rows else {}
+came_to_an_end = (
+    f"all {ended.get('launches', nan):,}"
+    if ended.get("launches") == ended.get("finished")
+    else f"{ended.get('finished', nan):,}"
+)
+said = right.plain.split("\n")[0].partition(": ")[2].rstrip(".")
 lab.read(
-    f"Of {launched:,} repeated launches, {other_bits or 'none'} gave different bits"
-    + (
-        f", and all {ended.get('launches', nan):,} launches of random shapes came to their end. "
-        if ended.get("launches") == ended.get("finished")
-        else f", and {ended.get('finished', nan):,} launches of random shapes came to their end. "
-    )
-    + "We compared every tenth with plain Triton; all agreed."
+    "**It is right.** Over odd lengths, grouped heads, causal masks and windows, against float64, "
+    f"{said}. With a barrier missing, a kernel can be right a thousand times and wrong once, so we "
+    f"repeated {launched:,} launches: {other_bits or 'none'} gave different bits. We also drew "
+    f"shapes at random: {came_to_an_end} launches came to their end, and every tenth was compared "
+    "with plain Triton and agreed."
 )
 
 # %%
@@ -2194,49 +2404,11 @@ lab.read(
 # ---------------
 #
 # The libraries are cuDNN, through PyTorch's SDPA, and FlashAttention 4 (FlashAttention-3 was not at
-# hand). All points have 16,384 tokens. "Kernel Book" is what a caller gets who names no backend, at
-# head_dim 128 the kernel in Gluon. Bands reach from the 20th to the 80th percentile.
+# hand). All points have 16,384 tokens. "Kernel Book" is what a caller gets who names no backend: at
+# head_dim 128 the kernel in Gluon.
+
 
 # Measuring
-LENGTHS = [1024, 4096, 16384]
-PEERS = ("SDPA cuDNN", "FlashAttention")
-
-
-def providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
-    qkv, is_causal = draw(batch, heads, seqlen, head_dim, dtype), mask == "causal"
-    ours = partial(attention, *qkv, is_causal=is_causal)
-    gluon = lab.tried(partial(ours, backend="gluon")) if HOPPER else NEEDS_HOPPER
-    return {
-        "matmul": matmul(),
-        "SDPA cuDNN": sdpa("CUDNN_ATTENTION", qkv, is_causal=is_causal),
-        "FlashAttention": flash(qkv, causal=is_causal),
-        "plain Triton": partial(ours, backend="triton"),
-        "in Gluon": gluon,
-        "Kernel Book": ours,
-    }
-
-
-speed = lab.bench("forward", points(LENGTHS), providers, **FORWARD)
-at_points = []
-for point in points(LENGTHS, (128, 64)):
-    where = {key: point[key] for key in ("head_dim", "mask", "seqlen")}
-    size = (point["head_dim"], point["mask"], point["seqlen"])
-    library, _ = speed.best_peer(*PEERS, **where)
-    at_points.append(
-        {
-            "head_dim": point["head_dim"],
-            "mask": point["mask"],
-            "length": point["seqlen"],
-            "plain": speed.rate("plain Triton", **where),
-            "in Gluon": speed.rate("in Gluon", **where),
-            "by default": speed.rate("Kernel Book", **where),
-            "chosen": "in Gluon" if choice.choose(*size) else "plain",
-            "library": library,
-            "its speed": nan if library == "none" else speed.rate(library, **where),
-        }
-    )
-
-
 def share_of_library(row):
     """The share of the speeds as the table prints them."""
     whole = row["its speed"] == row["its speed"]
@@ -2268,25 +2440,6 @@ lab.plot(
 
 # %%
 
-
-def at_lengths(head_dim, mask):
-    """A row of shares of the fastest library, by length."""
-    own = [r for r in at_points if (r["head_dim"], r["mask"]) == (head_dim, mask)]
-    shares = {f"{r['length']:,}": f"{100 * share_of_library(r):.1f} %" for r in own}
-    plain = [f"{r['length']:,}" for r in own if r["chosen"] == "plain"]
-    kernel = f"plain at {' and '.join(plain)}" if plain else "in Gluon"
-    return {"head_dim, mask": f"{head_dim}, {mask}"} | shares | {"kernel": kernel}
-
-
-lab.table(
-    [at_lengths(d, m) for d in (128, 64) for m in ("full", "causal")]
-    if speed.rows
-    else [],
-    "Kernel Book's speed as a share of the fastest library's of this run, by length",
-)
-
-# %%
-
 # Folded: The speeds at all twelve points
 lab.table(
     [
@@ -2313,17 +2466,9 @@ def of_chosen(row):
     return row["plain" if row["chosen"] == "plain" else "in Gluon"]
 
 
-faster = [row for row in at_points if row["in Gluon"] > (1 + SCATTER) * row["plain"]]
 slower = [row for row in at_points if row["in Gluon"] < (1 - SCATTER) * row["plain"]]
 ahead = [row for row in at_points if share_of_library(row) > 1 + SCATTER]
 behind = [row for row in at_points if share_of_library(row) < 1 - SCATTER]
-wrong = [
-    row
-    for row in at_points
-    if max(row["plain"], row["in Gluon"]) > (1 + SCATTER) * of_chosen(row)
-]
-twice = [abs(row["by default"] / of_chosen(row) - 1) for row in at_points]
-close = sum(change < SCATTER for change in twice)
 absent = [name for name in PEERS if name in speed.skipped]
 at_hand = [CALLED[name] for name in PEERS if name not in absent]
 the_library = (
@@ -2332,31 +2477,18 @@ the_library = (
     else f"the faster of {' and '.join(at_hand)} at each point"
 )
 late = all(row in behind for row in at_points if row["length"] == LENGTHS[-1])
-by_library = [
-    f"{CALLED[name]} at {number}"
-    for name in PEERS
-    if (number := sum(row["library"] == name for row in behind))
-]
+shares = sorted(map(share_of_library, behind))
 lab.read(
     f"Against {the_library}, the package is ahead by more than {100 * SCATTER:.0f} % at "
     f"{len(ahead)} of {len(at_points)} points"
     + (
-        f" and **behind at {len(behind)}**, where it reaches "
-        + (
-            f"{100 * min(map(share_of_library, behind)):.0f} % to "
-            if len(behind) > 1
-            else ""
-        )
-        + f"{100 * max(map(share_of_library, behind)):.0f} % of its speed"
-        + (f" (behind {' and '.join(by_library)})." if len(at_hand) > 1 else ".")
+        f" and **behind at {len(behind)}**"
+        + (f", among them every point of length {LENGTHS[-1]:,}" if late else "")
+        + f". Where it is behind, it reaches {100 * shares[0]:.0f} "
+        + (f"to {100 * shares[-1]:.0f} " if len(shares) > 1 else "")
+        + "% of the library's speed."
         if behind
         else ", and behind nowhere."
-    )
-    + (f" It is behind at every point of length {LENGTHS[-1]:,}." if late else "")
-    + (
-        f" At {len(wrong)} points the package takes the slower of its two kernels."
-        if wrong
-        else ""
     )
     if speed.rows
     else f"{nan}"
@@ -2365,69 +2497,52 @@ lab.read(
 # %%
 
 # Reading
+worth = [row["in Gluon"] / row["plain"] for row in at_points]
 lab.read(
-    f"Against plain Triton, the kernel in Gluon is faster at {len(faster)} of {len(at_points)} "
-    "points"
+    f"Against plain Triton, the kernel in Gluon is {min(worth):.2f} to {max(worth):.2f} times as "
+    "fast"
     + (
-        f" and **slower at {len(slower)}**, "
-        + ("both " if len(slower) == 2 else "")
-        + "with a causal mask at head_dim 64, so there the package takes plain Triton."
+        f". It is **slower at {len(slower)} points**, with a causal mask at head_dim 64, so there "
+        "the package takes plain Triton."
         if slower and {(r["head_dim"], r["mask"]) for r in slower} == {(64, "causal")}
-        else f", and slower at {len(slower)}."
+        else f", and slower at {len(slower)} of {len(at_points)} points."
     )
     if speed.rows
-    else f"{nan}"
-)
-
-# %%
-
-# Folded: Why less than 2 % is called no difference
-both_figures = [
-    abs(
-        steps.rate(here, mask=m) / speed.rate(there, head_dim=128, mask=m, seqlen=4096)
-        - 1
-    )
-    for here, there in (("plain Triton", "plain Triton"), ("Kernel Book", "in Gluon"))
-    for m in ("full", "causal")
-    if speed.rows and steps.rows
-]
-lab.read(
-    "The page times the package's choice twice, under two names, and at "
-    f"{close} of {len(twice)} points the two are closer than {100 * SCATTER:.0f} %; at most they "
-    f"are {100 * max(twice):.1f} % apart. At the length of the ladder, plain Triton and the "
-    f"package's kernel were timed in both figures, at most {100 * max(both_figures):.1f} % apart."
-    if speed.rows and steps.rows
     else f"{nan}"
 )
 
 # %%
 # When to write Gluon
 # -------------------
-
-
-# Reading
-worth = [row["in Gluon"] / row["plain"] - 1 for row in at_points]
-lab.read(
-    "**Write it** when two kinds of work should overlap, a timeline shows that they do not, and "
-    "the kernel runs often enough on one generation of GPUs to repay a second version. This one is "
-    f"{min(worth) + 1:.2f} to {max(worth) + 1:.2f} times as fast as plain Triton, so let a "
-    "measurement choose. **Do not** write it when the kernel waits for memory, when one kind of "
-    "work fills it, or when it must run on other GPUs."
-    if speed.rows
-    else f"{nan}"
-)
+#
+# **Write it** when two kinds of work should overlap, a timeline shows that they do not, and the
+# kernel runs often enough on one generation of GPUs to repay a second version. **Do not**
+# write it when the kernel waits for memory, when one kind of work fills it, or when it must run on
+# other GPUs.
 
 # %%
 # What breaks it
 # --------------
 #
+# Two mistakes raise no error; only a comparison shows them.
+#
 # **Rescaling too early.** It looks natural to rescale ``acc`` as soon as :math:`\alpha` is known,
 # and to add the sum when it arrives. But what arrives was weighed with the old maximum.
 #
+# .. code-block:: python
+#
+#    acc = acc * alpha + p @ v_before  # wrong
+#    acc = (acc + p @ v_before) * alpha  # right
+#
 # **Forgetting the end.** The scores run one tile ahead, so after the loop one sum is still missing.
-# Neither raises an error; only a comparison shows them:
+#
+# .. code-block:: python
+#
+#    return acc / l_i  # wrong
+#    return (acc + p @ v_before) / l_i  # right
 
 
+# Measuring
 def with_mistake(q, k, v, mistake):
     m_i, l_i, acc, summed = torch.full_like(q[..., :1], -torch.inf), 0, 0, 0
     for k_tile, v_tile in zip(k.split(32, 2), v.split(32, 2), strict=True):
@@ -2435,7 +2550,7 @@ def with_mistake(q, k, v, mistake):
         m_new = torch.maximum(m_i, s.amax(-1, keepdim=True))
         alpha = (m_i - m_new).exp()
         right, early = (acc + summed) * alpha, acc * alpha + summed
-        acc = early if mistake == "rescale first" else right
+        acc = early if mistake == "rescale too early" else right
         p, m_i = (s - m_new).exp(), m_new
         l_i = l_i * alpha + p.sum(-1, keepdim=True)
         summed = p @ v_tile  # arrives one tile later
@@ -2445,7 +2560,7 @@ def with_mistake(q, k, v, mistake):
 rows = []
 q, k, v = drawn((1, 2, 2, 64, 256, 64), torch.float32)
 truth, _ = reference.attention(q, k, v)
-for mistake in ("none", "rescale first", "forget the end"):
+for mistake in ("none", "rescale too early", "forget the end"):
     error = (with_mistake(q, k, v, mistake) - truth).norm() / truth.norm()
     rows.append({"mistake": mistake, "error": f"{error.item():.1e}"})
 assert [float(row["error"]) > 1e-2 for row in rows] == [False, True, True]
@@ -2455,23 +2570,23 @@ lab.table(rows, "Error of the whole, relative to its size")
 # In short
 # --------
 #
-# - **Why the loop is faster:** a consumer stops once per tile instead of twice, so it hardly stands
-#   in line for the units. It matters little whose exponentials run meanwhile.
-# - **What pays:** scores one tile ahead; with a causal mask, one loop. Sums in threads and
-#   persistent programs, with a causal mask in pairs, add a little.
-# - **What roles need:** the loader's registers, handed to the consumers.
-# - **What does not pay:** roles alone, an order forced on the assembler, and turns.
-# - **Beside libraries:** ahead at short lengths, mostly, and behind at the longest.
-# - **Open:** why weighing and rescaling take longer than their instructions.
+# - **Why the loop is faster:** a cook who comes to the oven once per dish hardly waits for it, and
+#   the two cooks alternate. That one prepares while his own dish bakes was the plan, and brought
+#   nothing.
+# - **What pays:** scores one tile ahead and, with a causal mask, one loop. Sums in threads add a
+#   little, and persistent programs make up for what serving any length costs.
+# - **What the roles need:** the loader's registers, handed to the consumers.
+# - **What does not pay:** roles alone, a forced order, and turns.
+# - **Beside libraries:** mostly ahead at short lengths, and behind at the longest.
 #
 # :doc:`/chapters/attention_hopper_backward` gives the warps of the backward pass roles, too.
 #
 # Exercises
 # ---------
 #
-# **1. Does it fit?** An SM has 227 KiB of shared memory. Which rings fit at head_dim 128 in 16
-# bits, if a program keeps 64 queries for each consumer and, with them, a buffer of the same size
-# for its output?
+# **1. Does it fit?** An SM has 227 KiB of shared memory. At head_dim 128 in 16 bits a program keeps
+# 64 queries per consumer, a buffer of the same size for its output, and two rings. Which fit: two
+# consumers with 2 or with 3 slots of 128 keys, two with 2 slots of 176, three with 2 slots of 128?
 
 # %%
 
