@@ -2082,7 +2082,7 @@ lab.read(
     )
     + (
         f"With {leads[0]:,} it reaches "
-        f"{100 * forward.share('Kernel Book', rows=leads[0]):.0f} % of the speed of a copy, and the "
+        f"{100 * forward.share('Kernel Book', rows=leads[0]):.0f} % of a copy's speed, and the "
         f"first kernel {100 * forward.share('one row a program', rows=leads[0]):.0f}."
         if leads
         else "Nowhere is it faster than the first kernel beyond the scatter."

@@ -709,8 +709,8 @@ if gained.rows:
             else ", and PyTorch's is about as large as ours. "
         )
         + (
-            "What is left is near the least that a mean in float32 allows, because the numbers next "
-            "to 1,000 are 0.00006 away. " * (corrected < 2e-5)
+            "What is left is near the least that a mean in float32 allows, because the numbers "
+            "next to 1,000 are 0.00006 away. " * (corrected < 2e-5)
         )
         + (
             "At a mean of 0 ours is larger than PyTorch's."

@@ -463,18 +463,21 @@ settled = min(per_call.values())
 # %%
 
 # Folded: One call alone, and many in a row
+in_a_row
+
+# %%
+
+# Reading
 lab.read(
-    f"What does a small softmax take by the clock? Alone a call takes {alone:.0f} µs, and in a row "
-    f"of ten {tenth:.0f}, because ten calls share one wait, and probably because the host is "
-    "slower right after a wait."
+    f"In a row of ten, a call of the small softmax takes {tenth:.0f} µs instead of {alone:.0f}, "
+    "because ten calls share one wait, and probably because the host is slower right after a wait."
     + (
         f" In a row of {IN_A_ROW[-1]:,} it takes {longest:.0f}, more than in shorter rows. So "
         "**compare host times only within one loop**, with rows of one length."
         if longest > 1.2 * settled
-        else " Longer rows hardly change that."
+        else ""
     )
 )
-in_a_row
 
 # %%
 # **CUDA graphs.** All of this can be paid once. A :term:`CUDA graph` records the launches of a
@@ -1456,10 +1459,10 @@ def sums():
 
 
 rows = list(sums())
-lab.table(rows, "0.01, added a thousand times")
 by_way = {(row["numbers in"], row["accumulator in"]): row["sum"] for row in rows}
 for dtype in ("float16", "bfloat16"):
     assert by_way[dtype, "float32"] == by_way[f"{dtype}, cast first", "float32"]
+lab.table(rows, "0.01, added a thousand times")
 
 # %%
 # The gap between neighbouring floats grows with the number. In bfloat16 it is 1/32 from 4 on, so

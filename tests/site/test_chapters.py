@@ -15,6 +15,7 @@ import nbclient
 import nbformat
 import pytest
 from records import PROVENANCE, record
+from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
 ROOT = Path(__file__).parents[2]
 DOWNLOADS = ROOT / "build" / "html" / "downloads"
@@ -32,6 +33,27 @@ LEFTOVERS = {
     "heading underline": r"(?m)^([=\-~^\"])\1{3,}$",
     "HTML": r"(?i)</?(div|span|p|img|table|details|br|h\d)\b",
 }
+
+
+# -- what is written ------------------------------------------------------------------------------
+
+SHOWN = {"table", "read", "check", "source", "listing", "rows"}
+"""Functions of the lab whose result a page shows only where it is the last of its cell."""
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_nothing_that_a_cell_shows_is_lost(chapter):
+    """The site shows the last value of a cell alone, while a script prints all that it shows."""
+    _, blocks = split_code_and_text_blocks(str(ROOT / "gallery" / f"{chapter}.py"))
+    lost = [
+        f"line {block.lineno + call.lineno - 1}: {ast.unparse(call)[:60]}"
+        for block in blocks
+        if block.type == "code"
+        for call in ast.parse(block.content).body[:-1]
+        if isinstance(call, ast.Expr) and isinstance(call.value, ast.Call)
+        if re.match(rf"lab\.({'|'.join(SHOWN)})\(", ast.unparse(call))
+    ]
+    assert not lost
 
 
 # -- what is downloaded ---------------------------------------------------------------------------
