@@ -9,12 +9,12 @@ it take to compute each weight once, and can the gradients still be the same bit
 You will learn
 
 - how programs add to the same sums in a fixed order, and why none of them waits for ever;
-- why such an order is given a :term:`warp` that does nothing but wait and add;
-- how much of the promised speed one sweep delivers, and what keeps the rest.
+- why the additions get a :term:`warp` of their own, which does nothing but wait and add;
+- how much of the promised speed one sweep delivers, and what holds back the rest.
 
-The fast kernels are written in :term:`Gluon` and need a Hopper GPU (H100, H200). Without one, what
-the page says of them is from a recorded run, and only the checks that need no Hopper are run again.
-:doc:`/chapters/warps_with_roles` explains rings, barriers and the copy engine.
+The fast kernels are written in :term:`Gluon` and need a Hopper GPU (H100, H200); without one, the
+page shows a recorded run. :doc:`/chapters/warps_with_roles` explains rings, barriers and the copy
+engine.
 """
 
 # sphinx_gallery_thumbnail_number = 6
@@ -51,7 +51,10 @@ from kernelbook.ops.hopper.backward import (
 )
 from kernelbook.ops.hopper.forward import exp2
 from kernelbook.ops.hopper.parts import named_barrier, tma_load, tma_store
-from kernelbook.small.attention_hopper_backward import sweep_in_turn
+from kernelbook.small.attention_hopper_backward import (
+    sweep_in_turn,
+    sweep_in_turn_kernel,
+)
 
 nan = float("nan")
 
@@ -80,11 +83,11 @@ lab.start(
 # fast. How much of that can we get?
 #
 # **The price is a shared sum.** A program owns a tile of keys and keeps their :math:`dK` and
-# :math:`dV`. But it meets all queries, and of each query's :math:`dQ` it has only one term, its
-# *part*. All programs add their parts to sums in memory, and the order of the additions decides the
-# last bits, as ``(0.1 + 0.2) + 0.3`` is not ``0.1 + (0.2 + 0.3)`` in Python. For the same bits in
-# every run, the programs therefore take turns. Here three of them, each with a tile of keys, add to
-# the tiles of queries C, B and A:
+# :math:`dV`. But it meets all queries, and of each query's :math:`dQ` it computes only one term,
+# its *part*. All programs add their parts to sums in memory, and the order of the additions decides
+# the last bits, just as ``(0.1 + 0.2) + 0.3`` is not ``0.1 + (0.2 + 0.3)`` in Python. To give the
+# same bits in every run, the programs therefore take turns. Here three of them add to the tiles of
+# queries C, B and A:
 
 # Drawing
 assert (0.1 + 0.2) + 0.3 != 0.1 + (0.2 + 0.3)
@@ -131,10 +134,9 @@ lab.sketch(
 )
 
 # %%
-# Every tile of queries gets the part of program 0 first and that of program 2 last, in every run.
-# Yet the programs work at the same time, each at another tile. They begin with C, the *last* tile
-# of queries, because under a causal mask only the last queries see all keys, so that every program
-# can begin there.
+# In every run, each tile of queries gets the part of program 0 first and that of program 2 last.
+# Yet all programs work at the same time, on different tiles. They begin with C, the *last* tile of
+# queries, because under a causal mask only the last queries see all keys.
 #
 # A program waits for its turn
 # ----------------------------
@@ -142,7 +144,7 @@ lab.sketch(
 # How does a program know that its turn has come? Here is a small kernel in plain Triton, for one
 # head without a mask. Each of its programs owns 64 keys, and in step ``i`` it meets a tile of 64
 # queries. ``lse`` comes from the forward pass, and ``delta``, the row sums of ``dO`` times ``O``,
-# is computed before. Keys are rows:
+# is computed beforehand. Each row of ``s`` belongs to a key, and each column to a query:
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
 #    :pyobject: sweep_in_turn_kernel
@@ -150,8 +152,9 @@ lab.sketch(
 #    :end-before: # -- wait
 #    :dedent:
 #
-# To add its part, the program needs a sign from the one before. So each has a *counter* in memory,
-# which starts at 0 and says how many steps it has added:
+# ``dk`` is multiplied by the scale once, after the loop. To add its part, the program needs a sign
+# from the one before it. So each program has a *counter* in memory, which starts at 0 and says how
+# many steps that program has added:
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
 #    :pyobject: sweep_in_turn_kernel
@@ -162,20 +165,10 @@ lab.sketch(
 # - ``atomic_add`` of 0 *reads* a counter. With ``"acquire"``, all loads below see what the other
 #   program stored before it wrote.
 # - ``atomic_xchg`` *writes* a counter. With ``"release"``, all stores above come before it.
-# - One thread does either. ``debug_barrier`` makes the others load after it has read, and store
-#   before it writes.
+# - A single thread performs each atomic. The first ``debug_barrier`` holds the other threads back
+#   until it has read, and the second holds it back until they have stored.
 #
-# So a fixed order takes one counter per program. But does every wait end?
-#
-# .. dropdown:: The small kernel whole, and its launch
-#
-#    .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
-#       :pyobject: sweep_in_turn_kernel
-#
-#    .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
-#       :pyobject: sweep_in_turn
-#
-#    It passed its test on an H200, outside this record, and was not timed.
+# But does every wait end?
 
 
 # Measuring
@@ -270,8 +263,15 @@ def of_small_kernel():
 
 # %%
 
-# Folded: The same sweep in PyTorch, and both against float64
+# Folded: The small kernel whole, the same sweep in PyTorch, and both against float64
 together(
+    lab.listing(
+        {"The small kernel": sweep_in_turn_kernel, "How it is launched": sweep_in_turn}
+    ),
+    lab.read(
+        "On an H200 it passed its test outside this record. It was not timed. The same sweep in "
+        "PyTorch, `one_sweep`, is under “How this was measured”."
+    ),
     lab.check("The small kernel", of_small_kernel()),
     lab.check("The sweep in PyTorch", cases_in_pytorch(), stand_in="on the CPU"),
 )
@@ -289,19 +289,19 @@ together(
 # 3. thus among the programs that have started and not finished, the one of the smallest id waits
 #    for none. It finishes, and then the same holds for the next.
 #
-# So the launch ends. No manual promises the assumption. On a GPU that broke it a launch could hang,
-# but never give other bits, because nobody adds before its turn. The cure would be to let each
-# program draw its number from an atomic counter when it starts. A caller can also take two sweeps
-# (``backend="triton"``), which wait for nobody.
+# So, under this assumption, the launch ends. No manual promises it. On a GPU that broke it, a
+# launch could hang, but never give other bits, because no program adds before its turn. The cure
+# would be to let each program draw its number from an atomic counter when it starts.
 
 # %%
 # What the order costs
 # --------------------
 #
 # Waits that end still cost time. How much depends on which programs run together, so let us
-# simulate four heads of eight tiles of keys on eight SMs. In a tick a program does one step, if the
-# program of the keys before did that step earlier. A row is an SM, a colour is a head, and grey is
-# waiting. *Full* attention has no mask; under a causal one later keys have fewer steps.
+# simulate four heads of eight tiles of keys on eight SMs. In each tick a program does one step,
+# provided that the program of the keys before has done it earlier. A row is an SM, a colour is a
+# head, and grey is waiting. *Full* attention has no mask; under a causal mask later keys have fewer
+# steps.
 
 
 # Drawing
@@ -401,38 +401,37 @@ lab.sketch(
 full_of = [simulate(8, n_heads, 8, False) for n_heads in (1, 4, 16, 64)]
 (once,) = {len(ticks) - least(ticks) for ticks in full_of}  # the same for all
 lab.read(
-    f"**In full attention the order is nearly free:** a one-off of {once} ticks, whatever the "
-    "number of heads. Each program waits once, to be a step behind the one before. But then "
-    "programs also end a step apart, and the next head starts in the same rhythm."
+    f"**In full attention the order is nearly free:** it costs {once} ticks once, whatever the "
+    "number of heads. The programs of the first head start a step apart, so they also end a step "
+    "apart, and the next head starts in the same rhythm."
 )
 
 # %%
-# **Under a causal mask every head pays anew,** because its programs all end together and those of
-# the next start together.
+# **Under a causal mask every head pays again,** because all its programs end together, and those of
+# the next head start together.
 #
-# **Heads apart win it back.** At the bottom, neighbouring programs belong to different heads, so
-# when a program starts, the one that it waits for is ahead already. Within a head ids still ascend,
-# as the proof demands.
+# **Heads apart win most of it back.** At the bottom, neighbouring programs belong to different
+# heads, so the program that one waits for started earlier or at the same moment, and the wait is
+# one tick at most. Within a head ids still ascend, as the proof demands.
 
 # %%
 # Why the order needs somebody who waits
 # --------------------------------------
 #
-# An SM that waits in the simulation does nothing. Could it compute meanwhile? In *any* order nobody
-# has to wait: a program asks the copy engine to add its part, and goes on. In a *fixed* order an
-# addition has two waits: one before it, for the turn, and one after it, until the sums are in
-# memory, because only then may the counter say so. During both, all warps of the small kernel stand
-# still. A second program on the same SM could compute, but a program of the fast kernel, which owns
-# 128 keys, leaves it no room:
+# Could a program compute while it waits? *Without* an order nobody waits: a program asks the copy
+# engine to add its part, and goes on. In a *fixed* order an addition has two waits: one before it,
+# for the turn, and one after it, until the sums are in memory, because only then may the counter
+# say so. During both, all warps of the small kernel stand still. A second program on the same SM
+# could compute, but a program of the fast kernel, which owns 128 keys, leaves no room for one:
 
 held = {  # rows, columns, bytes of a number, where
-    "dK and dV": (2 * KEYS, HEAD_DIM, 4, "registers"),
-    "S and dP": (2 * KEYS, QUERIES, 4, "registers"),
+    "dK and dV, float32": (2 * KEYS, HEAD_DIM, 4, "registers"),
+    "S and dP, float32": (2 * KEYS, QUERIES, 4, "registers"),
     "P and dS in 16 bits": (2 * KEYS, QUERIES, 2, "registers"),
     "K and V": (2 * KEYS, HEAD_DIM, 2, "shared memory"),
     "Q and dO, two of each": (4 * QUERIES, HEAD_DIM, 2, "shared memory"),
-    "dS, for the other consumer, twice": (2 * KEYS, QUERIES, 2, "shared memory"),
-    "a part of dQ, to be added": (QUERIES, HEAD_DIM, 4, "shared memory"),
+    "dS of two steps, to be exchanged": (2 * KEYS, QUERIES, 2, "shared memory"),
+    "a part of dQ, float32, to be added": (QUERIES, HEAD_DIM, 4, "shared memory"),
 }
 rows, room = [], {"registers": 0, "shared memory": 0}
 for what, (n_rows, columns, size, where) in held.items():
@@ -454,13 +453,13 @@ lab.table(
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    Give the additions a warp of their own. It waits for the turn and for the sums, while the
-#    warps that compute go on.
+#    Give the additions a warp of their own. That warp waits for the turn and for the sums, while
+#    the warps that compute go on.
 #
 # A program then has three roles, which meet only at barriers and in shared memory:
 #
 # - a *loader* warp fills rings of queries and of the gradients ``dO``;
-# - two *consumers* compute: each is a :term:`warpgroup` and owns 64 of the 128 keys;
+# - two *consumers* compute; each is a :term:`warpgroup` and owns 64 of the 128 keys;
 # - an *adder* warp waits for its turn, and has the copy engine add the part to the sums.
 
 
@@ -517,11 +516,11 @@ lab.sketch(
 # Which tiles go through shared memory
 # ------------------------------------
 #
-# Roles share data through shared memory, so which tiles of a step have to go there? A matmul of
-# Hopper takes its *right* operand from shared memory and its *left* one from there or from
-# registers. It leaves its result in registers, distributed as a left operand has to be. So we
-# compute the *transposed* scores :math:`K Q^\top`, and :math:`V dO^\top`: then :math:`P^\top` and
-# :math:`dS^\top` are left operands where they are.
+# Which tiles of a step have to go through shared memory? A matmul of Hopper takes its *right*
+# operand from there and its *left* one from there or from registers. Its result is in registers,
+# distributed over the threads exactly as a left operand has to be. So we compute the *transposed*
+# scores :math:`K Q^\top`, and :math:`V dO^\top`. Then :math:`P^\top` and :math:`dS^\top` can serve
+# as left operands where they are.
 
 operands = [
     ("Sᵀ = K Qᵀ", "shared memory", "registers: Pᵀ"),
@@ -538,18 +537,18 @@ lab.table(
 )
 
 # %%
-# **Only dS becomes an operand in shared memory.** Registers hold :math:`dS^\top`, but the part of
-# :math:`dQ` needs :math:`dS` on the left, and a matmul can transpose only what it reads from shared
-# memory. Once it is there, the other consumer can read it, too, and that will pay.
+# **Of what a step computes, only dS must go to shared memory as an operand.** Registers hold
+# :math:`dS^\top`, but the part of :math:`dQ` needs :math:`dS` on the left, and a matmul can
+# transpose only what it reads from shared memory. There, the other consumer can read dS, too.
 
 # %%
 # One step, wait by wait
 # ----------------------
 #
 # In a step every matmul needs what the one before has made. How can a consumer compute while they
-# run? It *issues* a matmul, and then does work that does not need its result: it makes P while dP
-# runs, stores dS while dV runs, and hands the part of dQ over while dK runs. It waits eight times:
-# for the loader (1, 2), its own matmuls (3, 4, 6, 8), the other consumer (5) and the adder (7).
+# run? It *issues* a matmul, and then does work that does not need the result. It waits eight times:
+# for the loader (1, 2), for its own matmuls (3, 4, 6, 8), for the other consumer (5) and for the
+# adder (7).
 #
 # .. image:: /figures/attention-backward-step.svg
 #    :alt: One step of consumer 0, and its eight waits. Four lanes, in which time runs down: adder,
@@ -561,40 +560,54 @@ lab.table(
 #          for the adder while dK runs, waits for dK (8), and frees the slot of Q. The adder adds
 #          the part of the step before until after wait 7, and then waits for its turn.
 #
-# From here on the code is that of the fast kernel, in Gluon and for head_dim 128. It has switches
-# like ``OVERLAP``, which the ladder below turns on one by one; here all are on. A name that ends in
-# ``_s`` is a buffer in shared memory.
+# From here on the code is that of the fast kernel, in Gluon and for head_dim 128. Names in ``_s``
+# are buffers in shared memory, and ``STAGES`` = 2 is how many slots a ring has.
 #
-# **Waits 1 to 3: P, while dP runs.** ``q`` and ``do`` are tiles of step ``i``, in a slot of their
-# rings; ``k`` and ``v`` are the consumer's own; ``none`` stands for no sum before.
+# **Waits 1 to 3: make P, while dP runs.** In step ``i`` a consumer meets the queries ``q`` and
+# their gradients ``do``, each in a slot of its ring. Its own 64 keys and values are ``k`` and
+# ``v``.
 #
-# .. literalinclude:: attention_hopper_backward.py
-#    :language: python
-#    :pyobject: _consumer
-#    :start-at: mbarrier.wait(q_full
-#    :lines: 1-8, 13-14
-#    :dedent:
+# .. code-block:: python
 #
-# ``warpgroup_mma`` only issues a matmul, and ``warpgroup_mma_wait(1, ...)`` waits until at most one
-# is under way. So S is there, and dP runs while ``exp2`` makes the weights.
+#    slot, parity = i % STAGES, (i // STAGES) & 1
+#    q, do = q_s.index(slot), do_s.index(slot)
+#    mbarrier.wait(q_full.index(slot), parity)  # wait 1
+#    s = warpgroup_mma(k, q.permute([1, 0]), none, use_acc=False, is_async=True)
+#    mbarrier.wait(do_full.index(slot), parity)  # wait 2
+#    dp = warpgroup_mma(v, do.permute([1, 0]), none, use_acc=False, is_async=True)
+#    s = warpgroup_mma_wait(1, deps=[s])  # wait 3
+#    lse = lse_s.index(slot).load(query)
+#    p = exp2(s * scale_log2 - lse[None, :])
+#    weights = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
+#    delta = delta_s.index(slot).load(query)
 #
-# **Waits 4 and 5: dS, while dV runs.** Wait 4 is for dP, which turns P into dS. The consumer issues
-# dV, from dO and the ``weights``, which are P in 16 bits. Meanwhile it stores dS, and meets the
-# other consumer at a :term:`named barrier` (5):
+# - ``warpgroup_mma`` only issues a matmul. ``warpgroup_mma_wait(1)`` waits until at most one is
+#   under way: S is there, and dP still runs while ``exp2`` makes the weights.
+# - ``none`` stands where a matmul has an accumulator, because S and dP begin anew in each step.
+# - ``exp2`` computes powers of 2, so ``scale_log2`` and ``lse`` hold a factor :math:`\log_2 e`. A
+#   causal mask would set weights to 0 here.
+# - ``query`` is the layout of one number per query, ``operand`` that of a left operand. With
+#   ``assert_trivial``, no number may move to another thread.
 #
-# .. literalinclude:: attention_hopper_backward.py
-#    :language: python
-#    :pyobject: _consumer
-#    :start-at: dp = warpgroup_mma_wait
-#    :lines: 1-2, 5, 8-11
-#    :dedent:
+# **Waits 4 and 5: exchange dS, while dV runs.** The consumer stores dS while dV runs, and then
+# meets the other at a :term:`named barrier`:
 #
-# ``fence_async_shared`` lets matmuls see what threads have stored. Now both can read the dS of all
-# 128 keys.
+# .. code-block:: python
 #
-# **Wait 6: the part of dQ.** A consumer could compute the part of its own 64 keys, but then every
-# step would have two parts to add. Instead each consumer, number ``ME``, computes half of the
-# columns, and sums over the keys of both; ``half`` says whose keys and dS:
+#    dp = warpgroup_mma_wait(0, deps=[dp])  # wait 4
+#    ds = (p * (dp - delta[None, :])).to(dtype)
+#    dv = warpgroup_mma(weights, do, dv, is_async=True)
+#    ds_s.index(2 * (i % 2) + ME).store(ds)  # ME is the number of the consumer, 0 or 1
+#    fence_async_shared()
+#    named_barrier("sync", 9, 256)  # wait 5, at barrier 9, for 256 threads
+#
+# ``fence_async_shared`` lets matmuls see what threads have stored. Now both consumers can read the
+# dS of all 128 keys. ``ds_s`` has tiles for two steps, so that a consumer can store the next dS
+# while the other still reads this one.
+#
+# **Wait 6: compute the part of dQ.** A consumer could compute the part of its own 64 keys, but then
+# every step would have two parts to add. Instead each consumer computes half of the columns, for
+# the keys of both. ``half`` says whose keys and dS it reads:
 
 
 # Drawing
@@ -637,57 +650,46 @@ lab.sketch(
 )
 
 # %%
-# .. literalinclude:: attention_hopper_backward.py
-#    :language: python
-#    :pyobject: _consumer
-#    :start-at: for half in gl.static_range(2):
-#    :lines: 1-6
-#    :dedent:
+# .. code-block:: python
 #
-# **Waits 7 and 8: hand the part over, while dK runs.** Its left operand ``ds_operand`` is dS, still
-# in registers. Wait 6 leaves only dK under way. As dV has ended, the loader may fill the slot of dO
-# again. Wait 7 is for an empty buffer, of which the consumer fills its half; wait 8, for dK, ends
-# the step:
+#    for half in gl.static_range(2):
+#        ds_t = ds_s.index(2 * (i % 2) + half).permute([1, 0])
+#        columns = k_s.index(half).slice(ME * 64, 64, dim=1)
+#        part = warpgroup_mma(ds_t, columns, part, use_acc=half > 0, is_async=True)
+#    ds_operand = gl.convert_layout(ds, operand, assert_trivial=True)
+#    dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+#    part, dv = warpgroup_mma_wait(1, deps=[part, dv])  # wait 6
+#    mbarrier.arrive(do_empty.index(slot))
 #
-# .. literalinclude:: attention_hopper_backward.py
-#    :language: python
-#    :pyobject: _consumer
-#    :start-at: dk = warpgroup_mma(ds_operand
-#    :lines: 1-3, 6, 8-9, 12-15, 20-21
-#    :dedent:
+# The left operand of dK is dS, still in registers. Wait 6 leaves only dK under way. As dV has
+# ended, the loader may fill the slot of dO again.
 #
-# .. dropdown:: Why one meeting per step suffices, and how registers become operands
+# **Waits 7 and 8: hand the part over, while dK runs.** As soon as the adder's buffer is empty (7),
+# the consumer stores its half of the part. The step ends when dK is there (8):
 #
-#    A consumer that writes dS in step :math:`t` has met the other in step :math:`t - 1`, and by
+# .. code-block:: python
+#
+#    mbarrier.wait(part_empty.index(ME), (i & 1) ^ 1)  # wait 7
+#    parts.index(ME).store(part)
+#    fence_async_shared()
+#    mbarrier.arrive(part_full.index(ME))
+#    dk = warpgroup_mma_wait(0, deps=[dk])  # wait 8
+#    mbarrier.arrive(q_empty.index(slot))
+#
+# .. dropdown:: Why one meeting per step suffices
+#
+#    A consumer that stores dS in step :math:`t` has met the other in step :math:`t - 1`, and by
 #    then the other had finished the matmuls of step :math:`t - 2`, which read the same tile of
-#    ``ds_s``. It holds two tiles of each consumer, filled by turns.
-#
-#    ``operand`` is the layout of a left operand, and ``assert_trivial`` demands that no number
-#    moves for it. ``lse`` and ``scale_log2`` hold a factor :math:`\log_2 e`, because ``exp2``
-#    computes powers of 2.
-#
-#    .. literalinclude:: attention_hopper_backward.py
-#       :language: python
-#       :pyobject: _consumer
-#       :start-at: weights = gl.convert_layout
-#       :lines: 1-2
-#       :dedent:
-#
-#    .. literalinclude:: attention_hopper_backward.py
-#       :language: python
-#       :pyobject: _consumer
-#       :start-at: ds_operand =
-#       :lines: 1
-#       :dedent:
+#    ``ds_s``.
 
 # %%
 # How the adder keeps the order
 # -----------------------------
 #
-# The order is that of the small kernel, but only the *adder* waits for another program, so the
-# proof that nobody waits for ever still holds. What must it say, and when? Consumers want their
-# buffer back, and can have it as soon as the copy engine has *read* the part. The next program
-# wants the sums, and has to wait until the engine has *completed* the addition:
+# Only the *adder* waits for another program, in the order of the small kernel, so the proof that
+# nobody waits for ever still holds. What must the adder say, and when? The consumers can have their
+# buffer back as soon as the copy engine has *read* the part. The next program has to wait until the
+# engine has *completed* the addition:
 
 
 # Drawing
@@ -737,22 +739,31 @@ lab.sketch(
 )
 
 # %%
-# In code, the adder first waits for the program before, unless it is the first of a head
-# (``start_n`` = 0), and then for both halves of the part. ``position`` is how many steps that
-# program is known to have done, as ``position_of`` reads in its counter, and ``row`` is where the
-# queries of step ``i`` lie in the sums.
+# In code, the adder waits for the program of the keys before, unless its own keys are the first of
+# a head (``start_n`` = 0), and then for both halves of the part. ``row`` is where the queries of
+# step ``i`` lie in the sums.
 #
-# .. literalinclude:: attention_hopper_backward.py
-#    :language: python
-#    :pyobject: _adder
-#    :start-at: position = 0
-#    :lines: 1-3, 6-9, 11-12, 15-16, 18-22
-#    :dedent:
+# .. code-block:: python
 #
-# ``tma.store_wait(0)`` waits until the engine has *read* the part. The counter must promise more,
-# and Triton's atomics order only what threads store, while here the engine adds. So ``announce``
-# waits until the engine has *completed* the additions, and then writes the counter, in four
-# instructions of :term:`PTX`.
+#    position = 0  # how many steps the program of the keys before is known to have done
+#    for i in range(steps):
+#        row = row_of_head + (n_tiles - 1 - i) * BLOCK_M
+#        if start_n > 0:
+#            while position < i + 1:
+#                position = position_of(counter_ptr - 1)
+#        for half in gl.static_range(2):
+#            mbarrier.wait(part_full.index(half), i & 1)
+#        for half in gl.static_range(2):
+#            tma_add(sums_desc, [row, half * 64], parts.index(half))
+#        tma.store_wait(0)
+#        for half in gl.static_range(2):
+#            mbarrier.arrive(part_empty.index(half))
+#        announce(counter_ptr, i + 1)
+#
+# ``tma_add`` asks the copy engine to add half a part to the sums, and ``tma.store_wait(0)`` waits
+# until the engine has *read* both. The counter must promise more, and Triton's atomics order only
+# what threads store, while here the engine adds. So ``announce`` waits until the engine has
+# *completed* the additions and then writes the counter, in four instructions of :term:`PTX`.
 #
 # .. dropdown:: The four instructions, and those of the reader
 #
@@ -1251,8 +1262,8 @@ def worst_of_each():
 # The same bits in every run
 # --------------------------
 #
-# The package has this kernel for any length, and on Hopper, in 16 bits, it is the backward pass of
-# ``attention(q, k, v)`` for most shapes.
+# On Hopper, in 16 bits, the package's version of this kernel is the backward pass of ``attention(q,
+# k, v)`` for most shapes.
 
 # Measuring
 dtype = torch.float16 if runtime.INTERPRETED else torch.bfloat16
@@ -1333,8 +1344,8 @@ right = lab.check(
 )
 said = right.plain.split("\n")[0].partition(": ")[2].split(";")[0].rstrip(".")
 lab.read(
-    "**It is right.** Over odd lengths, grouped heads, causal masks and windows, in a fixed order "
-    "and in any, its bfloat16 gradients were compared with a float64 reference: "
+    "**It is right.** Over odd lengths, grouped heads, causal masks and windows, with a fixed "
+    "order and without one, its bfloat16 gradients were compared with a float64 reference: "
     f"{said}."
 )
 
@@ -1367,9 +1378,9 @@ together(
 )
 
 # %%
-# **Are they the same bits?** One input is launched again and again, while other work keeps the GPU
-# busy, so that programs start at other times. In how many launches does a bit differ from the
-# first? And do launches of random shapes, in a fixed order, all end?
+# **Are they the same bits?** One input is launched again and again while other work keeps the GPU
+# busy, so that programs start at different times. The table counts the launches in which a bit
+# differs from the first.
 
 
 # Measuring
@@ -1449,15 +1460,15 @@ if not again.rows:
 launched = again.rows[0]["launches"] if again.rows else nan
 ended = soaked.rows[0] if soaked.rows else {}
 lab.read(
-    f"**In a fixed order no bit differs in {launched:,.0f} launches.** In any order, `dq` differs "
+    "**In a fixed order no bit differs.** Without an order "
     + (
-        "in all of them, with and without a mask; "
+        "`dq` differs in every launch"
         if set(of_free) == {launched}
-        else f"in {of_free[0]:,.0f} of them without a mask and in {of_free[1]:,.0f} with a causal "
-        "one; "
+        else f"`dq` differs in {of_free[0]:,.0f} launches without a mask and in {of_free[1]:,.0f} "
+        "with a causal one"
     )
-    + "`dk` and `dv` never do, because no other program adds to them. Nobody waited for ever: "
-    f"all {ended.get('finished', nan):,.0f} launches of random shapes ended."
+    + "; `dk` and `dv` do not, because only one program adds to them. "
+    f"And {ended.get('finished', nan):,.0f} launches of random shapes in a fixed order all ended."
 )
 
 # %%
@@ -1488,11 +1499,11 @@ lab.read(
 # What each change is worth
 # -------------------------
 #
-# Are the predictions true, and does one sweep pay? The ladder turns the switches on one after the
-# other. On its first rung, consumers themselves ask the copy engine to add. On its last, tiles of
-# 16 heads alternate, where 4 heads would fill the SMs. We time the whole backward pass at length
-# 4,096, and credit every kernel with five matmuls, even two sweeps, which compute seven: so a
-# longer bar is a shorter time.
+# Does one sweep pay? The ladder adds one change after the other. On its first rung, the consumers
+# themselves ask the copy engine to add. On the rung “heads apart”, tiles of 16 heads alternate,
+# although 4 heads of 32 tiles each already fill the 132 SMs. “Kernel Book” is the package's kernel.
+# Every kernel is credited with five matmuls, even two sweeps, which compute seven, so a longer bar
+# is always a shorter time.
 
 # Measuring
 SCATTER = 0.02  # of one kernel that the page times twice: the section on speed has it
@@ -1651,7 +1662,7 @@ traced = lab.attempt(
 
 
 # Drawing
-ANY_ORDER = {"one sweep, plain Triton": "plain Triton, any order"}
+ANY_ORDER = {"one sweep, plain Triton": "plain Triton, no order"}
 
 
 def with_its_order(sweep):
@@ -1677,25 +1688,28 @@ lab.ladder(
 
 # Measuring
 WHAT_IS_NEW = {
-    "one sweep with roles": "a loader and two consumers",
-    "half the columns": "each for the keys of both",
-    "overlap": "matmuls issued ahead",
-    "an adder": "a warp adds, in any order",
-    "a fixed order": "the adder waits for its turn",
-    "heads apart": "tiles of more heads alternate",
+    "one sweep with roles": ("two sweeps", "roles, against two sweeps"),
+    "half the columns": ("one sweep with roles", "each for the keys of both"),
+    "overlap": ("half the columns", "matmuls issued ahead"),
+    "an adder": ("overlap", "a warp adds, without an order"),
+    "a fixed order": ("an adder", "the adder waits for its turn"),
+    "heads apart": ("a fixed order", "tiles of more heads alternate"),
+    "Kernel Book": ("heads apart", "any length; first part written"),
 }
 lab.table(
     [
         {"rung": rung, "what is new": what_is_new}
         | {
-            column: verdict(gain(rung, mask, before(rung))).replace(NO_DIFFERENCE, "±0")
+            column: verdict(gain(rung, mask, other))
+            .replace(NO_DIFFERENCE, "±0")
+            .replace("gains ", "+")
+            .replace("loses ", "−")
             for column, mask in (("full", "full"), ("causal", "causal"))
         }
-        for rung, what_is_new in WHAT_IS_NEW.items()
+        for rung, (other, what_is_new) in WHAT_IS_NEW.items()
         if steps.rows
     ],
-    "What each rung gains over the one before, and the first over two sweeps; ±0 is less than "
-    f"{100 * SCATTER:.0f} %",
+    f"Gain over the rung before; ±0 is less than {100 * SCATTER:.0f} %",
 )
 
 # %%
@@ -1707,20 +1721,17 @@ in_triton, with_roles = (
 )
 lab.read(
     (
-        "**Roles** let one sweep catch up with two. In plain Triton, where all warps load, "
-        "multiply, store and wait together, it reaches only "
-        f"{100 * steps.share('one sweep, plain Triton', mask='full'):.0f} % of a matmul's speed "
-        "in full attention, and with roles "
-        f"{100 * steps.share('one sweep with roles', mask='full'):.0f} %. "
+        "**One sweep catches up with two** on the first rung, while in plain Triton it reaches "
+        f"only {100 * steps.share('one sweep, plain Triton', mask='full'):.0f} % of a matmul's "
+        "speed in full attention. Beside roles, these two differ in language, tiles and operands. "
         if max(in_triton) < -SCATTER < min(with_roles)
-        else f"**Roles.** One sweep with roles {told('one sweep with roles')}. "
+        else f"One sweep with roles {told('one sweep with roles')} over two sweeps. "
     )
-    + "Then “half the columns” halves what a consumer adds, and the registers that hold it. "
-    "**An adder** "
+    + "From “half the columns” on, a step adds one part instead of two. "
     + (
-        f"{NO_DIFFERENCE}, as it should: in any order nobody waits."
+        f"An adder by itself {NO_DIFFERENCE}: it has no turn to wait for yet."
         if told("an adder").startswith(NO_DIFFERENCE)
-        else f"{told('an adder')}."
+        else f"An adder by itself {told('an adder')}."
     )
 )
 
@@ -1738,19 +1749,16 @@ in_order_of_size = {n: len(simulate(32, 64, 132, True, at_once=n)) for n in (4, 
 at_least = least(simulate(32, 64, 132, True, at_once=16))
 longer = in_order_of_size[4] / at_least - 1
 lab.read(
-    ("**The three predictions hold.** " if as_simulated else "")
+    ("**The simulation's three predictions hold.** " if as_simulated else "")
     + f"In full attention the order {verdict(gain('a fixed order', 'full', 'an adder'))}. Under a "
     f"causal mask it {verdict(gain('a fixed order', 'causal', 'an adder'))}, and with heads apart "
     f"it {verdict(gain('heads apart', 'causal', 'a fixed order'))}. "
     + (
-        "**So the same bits in every run are as good as free:** the last rung is as fast as “an "
-        "adder”, which adds in any order. "
+        "**So the same bits in every run are as good as free:** “heads apart” is as fast as “an "
+        "adder”, which has no order."
         if min(cost) >= -SCATTER
-        else f"On the last rung the order still {verdict(min(cost))}. "
+        else f"With heads apart the order still {verdict(min(cost))}. "
     )
-    + "The simulation foretells the pattern and not its size: with the real kernel's heads and "
-    f"SMs, not the toy's, the order makes its causal sweep {100 * longer:.0f} % longer, because "
-    "there a whole step waits. Here only the addition does, and consumers compute on."
 )
 
 # %%
@@ -1843,17 +1851,22 @@ together(
         "TFLOP/s of the package's kernel, causal, by how many times as many heads alternate",
     ),
     lab.read(
+        "**The simulation** foretells the pattern and not the size. With the 64 heads and 132 SMs "
+        f"of this run it makes the causal sweep {100 * longer:.0f} % longer, because a simulated "
+        "program does nothing while it waits."
+    ),
+    lab.read(
         f"**More heads.** At 16,384, ×\u00a04 {of_heads(4, 16384)} against ×\u00a01, and ×\u00a08 "
         f"{of_heads(8, 16384, than=4)} against ×\u00a04; at 4,096 ×\u00a08 "
         f"{of_heads(8, 4096, than=4)}. The package takes ×\u00a04 for both"
-        + (", and gives that away. " if more > 1 + SCATTER else ". ")
-        + "In any order, heads alternate as half of L2 holds their operands."
+        + (", and so misses some speed at 16,384. " if more > 1 + SCATTER else ". ")
+        + "Without an order, as many heads alternate as half of L2 holds the operands of."
     ),
     lab.read(
         "**One more rung, at head_dim 64.** A tile there has 128 queries, and registers are full "
         "again, so the package reads `lse` and `delta` after the matmul and not during it. "
-        f"**Measured:** at length 16,384, to read late {change('full')} without a mask, and "
-        f"{change('causal')} with a causal one, where spilled registers go from "
+        f"At length 16,384, reading them late {change('full')} without a mask and "
+        f"{change('causal')} with a causal one. There, spilled registers go from "
         f"{spills_of('causal', 'read early'):.0f} to {spills_of('causal', 'read late'):.0f}."
     ),
     lab.attempt(
@@ -1862,29 +1875,17 @@ together(
     ),
 )
 # %%
-# Where the rest of 1.4 goes
-# --------------------------
+# What keeps one sweep from 1.4
+# -----------------------------
 #
-# “Kernel Book” is the package's kernel: the last rung, for any length, and with the first part of a
-# sum written instead of added to zeros. Credit each kernel with the matmuls that it really
-# computes:
+# One sweep would be 1.4 times as fast as two if each of its matmuls took as long. So let us credit
+# two sweeps with the seven matmuls that they really compute.
 
 # Measuring
 MATMULS = {"two sweeps": 7, "Kernel Book": 5}
-shares = {name: 100 * steps.share(name, mask="full") for name in MATMULS}
-of_its_own = {name: shares[name] * n / 5 for name, n in MATMULS.items()}
-lab.table(
-    [
-        {"full attention, length 4,096": name, "matmuls": n}
-        | {
-            "counting five": f"{shares[name]:.0f} %",
-            "counting its own": f"{of_its_own[name]:.0f} %",
-        }
-        for name, n in MATMULS.items()
-        if steps.rows
-    ],
-    "Speed as a share of a matmul's",
-)
+of_its_own = {
+    name: 100 * steps.share(name, mask="full") * n / 5 for name, n in MATMULS.items()
+}
 
 # %%
 
@@ -1892,21 +1893,21 @@ lab.table(
 faster = 1 + gain("Kernel Book", "full", "two sweeps")
 dearer = of_its_own["two sweeps"] / of_its_own["Kernel Book"]
 lab.read(
-    f"**Two sweeps run their seven matmuls at {of_its_own['two sweeps']:.0f} % of a matmul's "
-    f"speed, and one sweep its five at {of_its_own['Kernel Book']:.0f} %.** So one sweep drops two "
-    f"of seven, but takes {dearer:.2f} times as long for each that is left, and 1.4 / {dearer:.2f} "
-    f"makes it {faster:.2f} times as fast. What slows its matmuls down? The suspect is what only "
-    "one sweep has, the shared sum: two sweeps keep every gradient in registers."
+    "**At length 4,096, two sweeps run their seven matmuls at "
+    f"{of_its_own['two sweeps']:.0f} % of a matmul's speed, and one sweep its five at "
+    f"{of_its_own['Kernel Book']:.0f} %.** So each matmul takes {dearer:.2f} times as long in one "
+    f"sweep, and one sweep is 1.4 / {dearer:.2f} = {faster:.2f} times as fast. The suspect is "
+    "the shared sum, because two sweeps keep every gradient in registers."
 )
 
 # %%
-# Count what a step needs at head_dim 128:
+# Let us count what a step needs at head_dim 128:
 #
 # - **Matmul units.** Five matmuls are :math:`5 \cdot 2 \cdot 64 \cdot 128 \cdot 128` operations, of
 #   which an SM does 4,096 per cycle: 2,560 cycles.
-# - **Shared memory** gives an SM 128 bytes per cycle. Each consumer's matmuls read eight operands
-#   of 64 × 128 numbers there: two each for S, dP and the part, one each for dV and dK. The table
-#   adds what else a step moves.
+# - **Shared memory** delivers or takes 128 bytes per cycle. The matmuls of each consumer read eight
+#   operands of 64 × 128 numbers from it: two each for S, dP and the part, and one each for dV and
+#   dK. The table adds what else a step moves.
 
 # Whole: nothing but matmuls and stores, and how it was measured
 STORED = gl.constexpr(2048)  # numbers of 4 bytes that a consumer stores at once: 8 KiB
@@ -2163,15 +2164,12 @@ ideal, bound = counted(whole_step)  # cycles of the matmul units, and of shared 
 without_sum = moved_kib["without the sum"] * KIB / 128
 assert without_sum < ideal < bound
 lab.read(
-    "**The sum tips the balance.** Without it, a step would keep shared memory busy for "
-    f"{without_sum:,.0f} cycles, less than the matmul units. With it, shared memory is the slower "
-    f"of the two. By count a step takes at least "
-    f"{bound:,.0f} cycles, and not {ideal:,.0f}."
+    "**The sum makes shared memory slower than the matmul units.** Without the part of dQ, a step "
+    f"would keep shared memory busy for {without_sum:,.0f} cycles, less than the matmul units. "
+    f"With it, a step takes at least {bound:,.0f} cycles and not {ideal:,.0f}."
 )
 
 # %%
-# Is the count true? One kernel does nothing but the matmuls, and then also stores as many bytes as
-# a step moves beside its operands. Another only adds parts, on one SM or on all.
 
 # Drawing
 mean_step = of_waits("cycles of a program", 1, "full") / (4096 // QUERIES)
@@ -2180,8 +2178,7 @@ BARS = {  # cycles of a step, and how they are drawn
     "five matmuls alone": (cycles("all five"), "tried"),
     "shared memory, counted": (counted(whole_step)[1], "counted"),
     "matmuls and stores alone": (cycles(whole_step), "tried"),
-    "additions alone, one SM": (cycles("one SM adds a part"), "tried"),
-    "additions alone, all SMs": (cycles("all SMs add parts"), "tried"),
+    "additions alone": (cycles("all SMs add parts"), "tried"),
     "a step, in a fixed order": (mean_step, "step"),
 }
 
@@ -2207,95 +2204,113 @@ def bars_of_a_step(axes, _):
     axes.invert_yaxis()
 
 
+# %%
+
+# Reading
+needed = cycles(whole_step)
+off = 100 * max(needed / bound - 1, cycles("all five") / ideal - 1)
+lab.read(
+    f"**The count is right** to {off:.0f} %. A kernel of nothing but the five matmuls takes "
+    f"{cycles('all five'):,.0f} cycles for each step, and {needed:,.0f} if it also stores as many "
+    "bytes as a step moves besides its operands. In the sweep itself, on the rung “a fixed order”, "
+    f"a step takes {mean_step:,.0f} cycles, in which the matmul units reach "
+    f"{100 * ideal / mean_step:.0f} % of their peak. (On the ladder the rung has "
+    f"{100 * steps.share('a fixed order', mask='full'):.0f} %, because there 100 % is the matmul "
+    "of cuBLAS, which itself stays below the peak.) Where do the other cycles go?"
+)
+
+# %%
+
+# Folded: All experiments with matmuls and additions
 lab.draw(
     by_part,
     "Cycles of a step at head_dim 128, full",
     bars_in_words,
     bars_of_a_step,
 )
-
-# %%
-
-# Reading
-needed, added_by_all = cycles(whole_step), cycles("all SMs add parts")
-off = 100 * max(needed / bound - 1, cycles("all five") / ideal - 1)
-lab.read(
-    f"**The count is true** to {off:.0f} %. And there is a third limit: an addition takes "
-    f"{cycles('one SM adds a part'):,.0f} cycles on one SM alone, and {added_by_all:,.0f} when all "
-    "SMs add without a pause, as they do not in a sweep. So a step is short only if all three, "
-    "matmul units, shared memory and additions, work at the same time. "
-    f"On the rung “a fixed order” it takes {mean_step:,.0f} cycles on average, "
-    f"{mean_step / needed:.2f} times as long as its matmuls and stores alone. Why?"
-)
-
-# %%
-
-# Folded: All experiments with matmuls and additions
 by_part
 
 # %%
 # Who waits for whom
 # ------------------
 #
-# The roles of one program of the rung “a fixed order” note the cycle of their
-# SM at each wait. A dashed line says that a consumer has stored its part; the gap behind it is wait
-# 8.
+# Each role writes down the cycle counter of its SM (a *stamp*) at every wait. The figure shows two
+# steps of one program on the rung “a fixed order”; the gap behind wait 7 is wait 8. The first row
+# is counted: after wait 3 of both consumers only dP is under way, and after wait 6 only dK. Each
+# takes 512 cycles for both consumers, and then the matmul units have nothing to do until a consumer
+# issues the next matmul.
 
 
 # Drawing
-SHADES = {  # from one point to another, by who comes there
-    "consumers": {
-        ("begins", "scores"): ("waits for Q, dO, scores (1–3)", "SDPA flash"),
-        ("scores", "dS"): ("makes P and dS (4)", "Kernel Book"),
-        ("dS", "met"): ("writes dS, meets the other (5)", "PyTorch"),
-        ("met", "matmuls"): ("waits for its part of dQ (6)", "Liger"),
-        ("matmuls", "handed over"): ("hands the part over (7)", "FlexAttention"),
-    },
-    "adder": {
-        ("asks", "its turn"): ("waits for its turn", "SDPA cuDNN"),
-        ("its turn", "has parts"): ("waits for parts", "matmul"),
-        ("has parts", "added"): ("adds", "quack"),
-    },
+PIECES = {  # from one point to another, what is written there, and the fill
+    "consumers": [
+        ("begins", "scores", "1–3", "#eaf2fb"),
+        ("scores", "dS", "4", "#eaf2fb"),
+        ("dS", "met", "5", "#eaf2fb"),
+        ("met", "matmuls", "6", "#eaf2fb"),
+        ("matmuls", "handed over", "7", "#eaf2fb"),
+    ],
+    "adder": [
+        ("asks", "its turn", "turn", "#f6f8fa"),
+        ("its turn", "added", "adds", "#fff4e5"),
+    ],
 }
 ROLE_OF = {"consumer 0": "consumers", "consumer 1": "consumers", "adder": "adder"}
 ROLES = tuple(ROLE_OF)
+UNDER_WAY = counted("dq")[0]  # cycles of one matmul of both consumers
 
 
 def rows_of(rows, role="consumer 0", version=TRACED[1]):
     return [r for r in rows if (r["version"], r["role"]) == (version, role)]
 
 
-def stored_at(rows):
-    """When the first of the consumers has handed its part over, in each step."""
+def in_step(rows):
+    """What both consumers stamped, step by step."""
     both = zip(rows_of(rows), rows_of(rows, "consumer 1"), strict=True)
-    return [min(one["handed over"], other["handed over"]) for one, other in both]
+    return list(both)
+
+
+def pauses(rows):
+    """Of each step but the last, when the matmul units have no work: at dS, and at the part."""
+    found, stamped = [], in_step(rows)
+    for both, after in zip(stamped, stamped[1:], strict=False):
+        at_ds = max(one["scores"] for one in both), min(one["dS"] for one in both)
+        at_part = (
+            max(one["matmuls"] for one in both),
+            min(one["begins"] for one in after),
+        )
+        found.append(
+            [(min(a + UNDER_WAY, b), b) for a, b in (at_ds, at_part) if b == b]
+        )
+    return found
+
+
+def drawn_from(rows):
+    """When the steps drawn begin and end: the adder's first comes too late, so not the first."""
+    stamped = in_step(rows)
+    return (min(one["begins"] for one in stamped[at]) for at in (1, 3))
 
 
 def timelines(axes, rows):
-    own = rows_of(rows)
-    # the adder's first step comes after the consumers', so three steps from the second on
-    since = own[1]["begins"]
-    until = min(rows_of(rows, role)[4]["begins"] for role in ROLES[:2])
-    for who, shades in SHADES.items():  # a column of the legend each, of as many rows
-        axes.barh(0, 0, color="none", label=f"{who}:")
-        for label, ink in shades.values():
-            axes.barh(0, 0, color=lab.colour(ink), label=label)
-        for _ in range(len(SHADES["consumers"]) - len(shades)):
-            axes.barh(0, 0, color="none", label=" ")
-    for at, role in enumerate(ROLES):
+    since, until = drawn_from(rows)
+    edge, ink = "#59636e", lab.colour("PyTorch")
+    at_work = {"color": lab.colour("matmul"), "alpha": 0.35}
+    axes.barh(0, until - since, 0.7, label="may have work", **at_work)
+    axes.barh(0, 0, color=ink, label="have no work, by count")
+    for begin, end in sum(pauses(rows)[1:3], []):
+        axes.barh(0, end - begin, 0.7, begin - since, color=ink)
+    for at, role in enumerate(ROLES, 1):
         for row in rows_of(rows, role):
-            for (a, b), (_, ink) in SHADES[ROLE_OF[role]].items():
-                begin, end = max(row[a], since), min(row[b], until)
+            for a, b, text, fill in PIECES[ROLE_OF[role]]:
+                begin, end = max(row[a], since) - since, min(row[b], until) - since
                 if end > begin:
-                    axes.barh(
-                        at, end - begin, 0.7, begin - since, color=lab.colour(ink)
-                    )
-    for stored in stored_at(rows):
-        if since < stored < until:
-            line = {"color": "#1f2328", "linestyle": "--", "linewidth": 1.2}
-            axes.plot([stored - since] * 2, [-0.45, 2.45], **line)
+                    look = {"color": fill, "edgecolor": edge, "linewidth": 0.8}
+                    axes.barh(at, end - begin, 0.7, begin, **look)
+                if end - begin > 200:
+                    middle = {"ha": "center", "va": "center", "fontsize": 10}
+                    axes.text((begin + end) / 2, at, text, **middle)
     axes.set(xlim=(0, until - since), xlabel="cycles of the SM")
-    axes.set_yticks(range(len(ROLES)), ROLES)
+    axes.set_yticks(range(len(ROLES) + 1), ["matmul units", *ROLES])
     axes.invert_yaxis()
     axes.grid(axis="x", visible=True)
 
@@ -2312,11 +2327,23 @@ def spent(rows, a, b, role="consumer 0", version=TRACED[1]):
     return sum(r[b] - r[a] for r in own) / len(own) if own else nan
 
 
+def paused(rows):
+    """How long the matmul units have no work, in a step of those drawn: at dS, and at the part."""
+    found = pauses(rows)[1:3]
+    return [
+        sum(of_step[which][1] - of_step[which][0] for of_step in found) / len(found)
+        if found
+        else nan
+        for which in (0, 1)
+    ]
+
+
 def in_words(rows):
+    at_ds, at_part = paused(rows)
     return (
-        f"Timelines of two consumers and an adder, {cycles_a_step(rows):,.0f} cycles a step. A "
-        f"consumer hands its part over for {spent(rows, 'matmuls', 'handed over'):,.0f} of them, "
-        f"and the adder adds for {spent(rows, 'has parts', 'added', 'adder'):,.0f}."
+        "Timelines of the matmul units, two consumers and an adder. In each step the units have no "
+        f"work for {at_ds:,.0f} cycles while both consumers make dS, and for {at_part:,.0f} while "
+        "both hand their part over. The adder waits for its turn and adds, without a gap."
     )
 
 
@@ -2337,64 +2364,60 @@ if not traced.rows:
     steps.rate("an adder", mask="full")  # says why numbers are missing
 
 
-def share_drawn(a, b):
-    """The share of the time drawn in which the adder is between two points."""
-    own = rows_of(traced.rows)
-    if not own:
-        return nan
-    since = own[1]["begins"]
-    until = min(rows_of(traced.rows, role)[4]["begins"] for role in ROLES[:2])
-    adder = rows_of(traced.rows, "adder")
-    inside = [min(row[b], until) - max(row[a], since) for row in adder]
-    return 100 * sum(max(0, x) for x in inside) / (until - since)
-
-
 turn = share_of_step("asks", "its turn", "adder")
-parts_late = share_of_step("its turn", "has parts", "adder")
-turn_drawn = share_drawn("asks", "its turn")
-adding_drawn = share_drawn("has parts", "added")
 handing = share_of_step("matmuls", "handed over")
-lab.draw(traced, "Three steps of one program, in a fixed order", in_words, timelines)
+at_ds, at_part = paused(traced.rows)
+since, until = drawn_from(traced.rows) if traced.rows else (nan, nan)
+lab.draw(traced, "Two steps of one program, in a fixed order", in_words, timelines)
 
 # %%
 
 # Reading
-lab.read(
-    "**The adder waits in time that it has to spare.** In the steps drawn it adds for "
-    f"{adding_drawn:.0f} % of the time. For the rest it has to wait in any case: in any order for "
-    f"the next part, here for its turn, {turn_drawn:.0f} % ({over_tiles('adder waits, %')} as a "
-    "mean over programs). Waiting for its turn and for the sums fills "
-    f"{turn_drawn + adding_drawn:.0f} % of these steps. A "
-    "consumer that waited like that would hardly compute, so the waiting has a warp of "
-    "its own. That is inferred: a fixed order without the adder was not timed."
-)
-
-# %%
-
-# Reading
-both = zip(rows_of(traced.rows), rows_of(traced.rows, "consumer 1"), strict=True)
-lags = [abs(one["dS"] - other["dS"]) for one, other in both]
+lags = [abs(one["dS"] - other["dS"]) for one, other in in_step(traced.rows)]
 lag = sum(lags) / len(lags) if lags else nan
 lab.read(
-    "**The two consumers do the same at the same time.** On average they finish dS within "
-    f"{lag:.0f} cycles of each other, because they meet in each step (5) to exchange it. "
-    "After wait 4 neither has a matmul under way until it issues dV, so while both make dS, "
-    "the matmul units stand still."
+    f"**Twice in each step the matmul units run out of work:** for {at_ds:,.0f} cycles while both "
+    f"consumers make dS (4), and for {at_part:,.0f} while both hand the part over (7). Both make "
+    f"dS at the same time, within {lag:.0f} cycles, because they meet in every step to exchange it "
+    "(5). In the forward pass one consumer can compute while the other multiplies."
 )
 
 # %%
-# In the forward pass (:doc:`/chapters/attention_hopper`) one consumer can compute while the other
-# multiplies. Here each needs the dS of the other.
+
+# Reading
+handed_over = of_waits("consumer hands over, %", 1, "full") / 100 * mean_step
+to_store = BESIDE[1] / 2 * KIB / 128
+asked = zip(in_step(traced.rows), rows_of(traced.rows, "adder"), strict=True)
+ready = [max(one["handed over"] for one in both) <= row["asks"] for both, row in asked]
+no_order = verdict(gain("a fixed order", "full", "an adder")) == NO_DIFFERENCE
+lab.read(
+    "**At wait 7 the consumers wait for the adder.** Storing a part keeps shared memory busy for "
+    f"{to_store:.0f} cycles, but handing it over takes {handed_over:,.0f} on average, "
+    "because the buffer still holds the part before. "
+    + (
+        "The adder has no time to spare: every part of the figure was ready before the adder even "
+        "asked for its turn. So a second buffer should not help, and in runs that no record holds "
+        "it was faster at one point only. "
+        if all(ready)
+        else "A second buffer would fit; in runs that no record holds, it was faster at one point "
+        "only. "
+    )
+    + (
+        "Yet on the ladder an adder without an order, which waits for no turn, makes the sweep no "
+        "faster; why, we did not trace."
+        if no_order
+        else ""
+    )
+)
 
 # %%
 
 # Reading
 lab.read(
-    "**As far as counts and stamps can tell, the rest of 1.4 goes into the shared sum.** Its part "
-    f"gives shared memory {bound / ideal:.2f} times the cycles of the matmul units, by count. For "
-    "its sake the consumers meet in every step, and a step takes "
-    f"{mean_step / needed:.2f} times its matmuls and stores alone. Against two sweeps, which are "
-    f"not ideal either, a matmul takes {dearer:.2f} times as long."
+    "**So one sweep pays for its shared sum twice:** the consumers meet to compute the part, and "
+    f"wait to have it added. The two pauses are {at_ds + at_part:,.0f} of the "
+    f"{(until - since) / 2 - ideal:,.0f} cycles that a step of the figure takes beyond its "
+    "matmuls. The limit of shared memory is probably among the other reasons."
 )
 
 # %%
@@ -2422,13 +2445,17 @@ together(
         "all tiles",
     ),
     lab.read(
-        f"On average its adder waits for parts for {parts_late:.0f} % of a step. An addition takes "
-        f"{spent(traced.rows, 'has parts', 'added', 'adder'):,.0f} cycles there: more than on one "
-        "SM alone, and less than where all SMs add without a pause. "
-        f"Of the {len(steps_drawn)} steps behind the mean of this program, one takes "
-        f"{max(steps_drawn, default=nan):,.0f} cycles. The mean over programs has stamps as well, "
-        "and what the stamps cost was not measured. Nor does one program rank rungs: a step of "
-        f"“{TRACED[0]}”, which is the slower rung, takes {step_alone:,.0f}."
+        "In the figure “adds” begins with two barriers at which the part is ready; to check them, "
+        f"and to stamp, takes {spent(traced.rows, 'its turn', 'has parts', 'adder'):,.0f} cycles. "
+        f"An addition takes {spent(traced.rows, 'has parts', 'added', 'adder'):,.0f} cycles there, "
+        f"between the {cycles('one SM adds a part'):,.0f} of one SM alone and the "
+        f"{cycles('all SMs add parts'):,.0f} of all SMs without a pause. Stores and copies can "
+        "delay a matmul, and then a pause is shorter than counted. Of the "
+        f"{len(steps_drawn)} steps behind the mean of this program, one takes "
+        f"{max(steps_drawn, default=nan):,.0f} cycles. What the stamps cost was not measured. "
+        "Nor does one program rank rungs: a step of "
+        f"“{TRACED[0]}”, which is the slower rung, takes {step_alone:,.0f}. A fixed order without "
+        "an adder, in which consumers wait for their turn themselves, was not timed."
     ),
 )
 
@@ -2436,9 +2463,8 @@ together(
 # Against the libraries
 # ---------------------
 #
-# In each row, 100 % is the fastest library. “Kernel Book” is what a caller gets who names no
-# backend; where it covers “two sweeps”, it is two sweeps. FlashAttention 4 adds in any order,
-# except in its deterministic mode.
+# FlashAttention 4 adds without an order, except in its deterministic mode. “Kernel Book” is what a
+# caller gets who names no backend.
 
 # Measuring
 PEERS = ("SDPA cuDNN", "FlashAttention")
@@ -2537,7 +2563,7 @@ below_theirs = [row for row in at_points if counts(row[FIXED_MODE], row["by defa
 everywhere = "all" if len(behind) == len(at_points) else f"{len(behind)} of"
 PAIRS = {
     "one sweep in order, against two sweeps": ("in order", "two sweeps"),
-    "one sweep in any order, against in order": ("no order", "in order"),
+    "one sweep without an order, against in order": ("no order", "in order"),
     "the default, against FlashAttention, deterministic": ("by default", FIXED_MODE),
     "the default, against the fastest library": ("by default", "its speed"),
 }
@@ -2588,6 +2614,37 @@ dropped = [
 ]
 won_by_it = [row for row in dropped if counts(row["no order"], row["by default"])]
 lost_by_it = [row for row in dropped if counts(row["by default"], row["no order"])]
+
+
+# %%
+
+# Reading
+of_two_sweeps = [
+    f"{head_dim}, {mask}, {seqlen:,}"
+    for head_dim in (128, 64)
+    for mask in ("full", "causal")
+    for seqlen in LENGTHS
+    if chosen(head_dim, mask, seqlen, deterministic=True) == "two sweeps"
+]
+fastest_is = [row["library"] for row in at_points]
+by_mode = {
+    FIXED_MODE: "its deterministic mode",
+    FIXED: "its deterministic mode",
+}
+lab.read(
+    "That is one sweep in order, except at head_dim "
+    f"{' and '.join(of_two_sweeps)}, where the package chooses two. In each row 100 % is the "
+    "fastest library: "
+    + ", ".join(
+        f"{by_mode.get(name, name)} at {fastest_is.count(name)}"
+        for name in sorted(set(fastest_is), key=fastest_is.count, reverse=True)
+    )
+    + f" of {len(at_points)} points."
+    if speed.rows
+    else f"{nan}"
+)
+
+# %%
 
 
 # Drawing
@@ -2651,8 +2708,7 @@ lab.read(
     f"{shares_at(128)} of its speed at head_dim 128, and {shares_at(64)} at head_dim 64. "
     "FlashAttention's deterministic mode is faster at "
     f"{len(below_theirs)} points and slower at {len(over_theirs)}. **Against two sweeps,** one in "
-    f"a fixed order is faster at {verdicts[0]['faster']}, slower at {points_of(slower)}, and "
-    f"equal at {verdicts[0]['no difference']}."
+    f"order is faster at {verdicts[0]['faster']}, and slower at {points_of(slower)}."
     if speed.rows
     else f"{nan}"
 )
@@ -2661,8 +2717,17 @@ lab.read(
 
 # Reading
 lab.read(
-    f"**Any order is rarely faster in this package:** at {verdicts[1]['faster']} of "
-    f"{len(at_points)} points, and slower at {verdicts[1]['slower']}."
+    "**Giving up the order seldom pays in this package.** It makes the sweep faster at "
+    f"{verdicts[1]['faster']} of {len(at_points)} points and slower at {verdicts[1]['slower']}. "
+    "One reason is probably that only a fixed order knows which part comes first, and writes it; "
+    "without an order the sums have to be set to zero before. On the ladder, where both begin with "
+    "zeros, "
+    + (
+        "the order costs nothing in full attention. "
+        if no_order
+        else f"the order {verdict(gain('a fixed order', 'full', 'an adder'))} in full attention. "
+    )
+    + "This reason was not timed by itself."
     if speed.rows
     else f"{nan}"
 )
@@ -2693,9 +2758,18 @@ beside = lab.attempt("Around the sweep", around if HOPPER else NEEDS_HOPPER)
 # %%
 
 
-# Folded: All points in TFLOP/s, where the order is given up, and why 2 % is no difference
-def default_of(row):
-    return chosen(row["head_dim"], row["mask"], row["length"], deterministic=True)
+# Folded: All points in TFLOP/s, why 2 % is no difference, and what was tried without a gain
+in_all = sum(row["ms"] for row in beside.rows) if beside.rows else nan
+behind_at_64 = [
+    100 * row["in order"] / row["its speed"]
+    for row in at_points
+    if (row["head_dim"], row["mask"]) == (64, "causal")
+]
+
+
+def share_around(seqlen):
+    where = {"head_dim": 128, "mask": "full", "seqlen": seqlen}
+    return 100 * in_all / speed.milliseconds_at("one sweep, in order", **where)
 
 
 lab.plot(lines, "head_dim 128, full", where={"head_dim": 128, "mask": "full"})
@@ -2722,28 +2796,11 @@ together(
         ],
         "TFLOP/s of our ways, of FlashAttention's deterministic mode, and of the fastest library",
     ),
-    lab.table(
-        [
-            {
-                "head_dim": row["head_dim"],
-                "mask": row["mask"],
-                "length": f"{row['length']:,}",
-                "by default": f"{row['by default']:.0f}"
-                + ", two sweeps" * (default_of(row) == "two sweeps"),
-                "in any order": f"{row['no order']:.0f}",
-                "the change": verdict(row["no order"] / row["by default"] - 1),
-            }
-            for row in dropped
-            if speed.rows
-        ],
-        "Where deterministic=False drops the order: TFLOP/s",
-    ),
     lab.read(
-        "**The price of any order.** `deterministic=False` gives the order up only at "
+        "**Without an order.** `deterministic=False` gives the order up only at "
         f"{len(dropped)} points, where it gains at {len(won_by_it)} and loses at "
-        f"{len(lost_by_it)}. On the ladder all rungs with roles set the sums to zero first. An "
-        f"order costs most at {named([dearest])}; in any order the kernel is slower by up to "
-        f"{-100 * min(without):.0f} %."
+        f"{len(lost_by_it)}. The order costs most at {named([dearest])}. Elsewhere the kernel "
+        f"without an order is slower by up to {-100 * min(without):.0f} %."
         if speed.rows
         else f"{nan}"
     ),
@@ -2759,118 +2816,87 @@ together(
         if speed.rows
         else f"{nan}"
     ),
+    lab.read(
+        f"**Head_dim 64, causal.** One sweep in order has {min(behind_at_64):.0f} to "
+        f"{max(behind_at_64):.0f} % of the fastest library's speed. There a matmul for a query and "
+        "a key is half as long as at head_dim 128, while P and dS are as much work. Tiles of 128 "
+        "by 128 also compute more pairs at the diagonal that nobody needs. What each of these "
+        "costs was not measured."
+    ),
+    lab.read(
+        "**Around the sweep.** A kernel before the sweep computes `delta`, and one after it "
+        "converts `dQ` to 16 bits. At head_dim 128 without a mask they take "
+        f"{share_around(1024):.0f} % of the time at length 1,024 and {share_around(16384):.1f} % "
+        "at 16,384."
+    ),
+    lab.read(
+        "**Tried without a gain,** in runs that no record holds: scores and dP of the next step "
+        "issued ahead, an adder that asks early, and weights made before the wait for dP."
+    ),
 )
-# %%
 
-# Folded: Head_dim 64, what runs around the sweep, and what was tried without a gain
-in_all = sum(row["ms"] for row in beside.rows) if beside.rows else nan
-behind_at_64 = [
-    100 * row["in order"] / row["its speed"]
-    for row in at_points
-    if (row["head_dim"], row["mask"]) == (64, "causal")
-]
-
-
-def share_around(seqlen):
-    where = {"head_dim": 128, "mask": "full", "seqlen": seqlen}
-    return 100 * in_all / speed.milliseconds_at("one sweep, in order", **where)
-
-
-lab.read(
-    f"**Head_dim 64, causal.** One sweep in order has {min(behind_at_64):.0f} to "
-    f"{max(behind_at_64):.0f} % of the fastest library's speed. The matmuls of a query and a key "
-    "are half as long as at head_dim 128, and P and dS take as much work as there. Tiles of 128 by "
-    "128 also compute more pairs at the diagonal that nobody needs, most of all at short lengths. "
-    "What each costs was not measured. **Around the sweep.** A kernel before the sweep computes "
-    "`delta`, and one behind it converts `dQ` to 16 bits. At head_dim 128 without a mask they take "
-    f"{share_around(1024):.0f} % of the time at length 1,024 and {share_around(16384):.1f} % at "
-    "16,384. **Tried without a gain,** in runs that no record holds: scores and dP of the next "
-    "step ahead, an adder that asks early, and weights before the wait for dP. A second buffer for "
-    "the part, which would fit, was faster at one point only."
-)
 # %%
 # What breaks it
 # --------------
 #
 # **Starting from the wrong end.** If program ids descend with the keys, and a head has more tiles
-# of keys than there are SMs, those that run wait for one that cannot start, and the kernel never
-# returns. The simulation shows it:
+# of keys than there are SMs, the programs that run wait for one that cannot start. The simulation
+# gives up where a launch would never end:
 
-started_wrong = {"n_tiles": 8, "n_heads": 3, "n_sms": 4, "is_causal": False, "backwards": True}
-assert not simulate(**started_wrong)  # it stands still
+machine_and_heads = {"n_tiles": 8, "n_heads": 3, "n_sms": 4, "is_causal": False}
+assert simulate(**machine_and_heads)  # ids ascend with the keys: the launch ends
+assert not simulate(**machine_and_heads, backwards=True)  # ids descend: it stands still
+
+# %%
+# **Trusting that zeros stay zeros.** Beyond the last key, the copy engine fills a tile with zeros.
+# So a key that is not there has the score 0 and the weight :math:`e^{0 - \mathrm{lse}}`, which is
+# multiplied by zeros. But if lse is far below zero, the weight is infinite, and infinity times zero
+# is not a number:
+
+lse = torch.tensor([-5.0, -50.0, -100.0])  # of three queries
+weight = (0.0 - lse).exp()  # of a key that is not there
+not_masked = weight * 0.0  # its dS, times the key, which is zeros
+masked = torch.where(torch.tensor(False), weight, 0.0) * 0.0  # as the kernel has it
 
 # %%
 
 # Measuring
 rows = []
-for ids, backwards in (("ascend with the keys", False), ("descend", True)):
-    ticks = simulate(
-        n_tiles=8, n_heads=3, n_sms=4, is_causal=False, backwards=backwards
-    )
-    found = f"ends after {len(ticks)} ticks" if ticks else "stands still"
-    rows.append({"program ids": ids, "the launch": found})
-assert [row["the launch"] == "stands still" for row in rows] == [False, True]
-lab.table(rows, "Three heads of eight tiles of keys, on four SMs")
-
-# %%
-
-# Folded: To trust that zeros stay zeros
-lse = torch.tensor([-5.0, -50.0, -100.0])  # of three queries
-weight = (0.0 - lse).exp()  # of a key that is not there: its score is 0
-is_there = torch.tensor(False)
-not_masked = weight * 0.0  # dS of this key, times the key, which is zeros
-masked = torch.where(is_there, weight, 0.0) * 0.0
-rows = []
-for name, part in {"not masked": not_masked, "masked": masked}.items():
-    row = {"padded keys are": name}
+for name, part in {"wrong: not masked": not_masked, "right: masked": masked}.items():
+    row = {"keys that are not there": name}
     rows.append(
         row | {f"lse {x:.0f}": f"adds {y:.0f}" for x, y in zip(lse, part, strict=True)}
     )
 assert [row["lse -100"] for row in rows] == ["adds nan", "adds 0"]
-together(
-    lab.read(
-        "Beyond the last key, the copy engine fills a tile with zeros. So a key that is not there "
-        "has the score 0 and the weight exp(0 − lse), which is multiplied by zeros and added to "
-        "`dQ`. If lse is far below zero, the weight is infinite in float32, and infinity times "
-        "zero is not a number. So the kernel masks such keys."
-    ),
-    lab.table(rows, "What a key that is not there adds to dq"),
-)
+lab.table(rows, "What a key that is not there adds to dq")
 
 # %%
 # In short
 # --------
 #
-# - **The same bits** come from turns: a program adds to the shared sum when the counter of the one
-#   before says so. None waits for ever, if programs start in the order of their ids.
-# - **The order is nearly free** where a warp of its own does the waiting and neighbouring programs
-#   belong to different heads.
+# - **The same bits** come from taking turns: a program adds to the shared sum when the counter of
+#   the one before says so. All waits end, if programs start in the order of their ids.
+# - **The order is nearly free** where a warp of its own waits, and neighbouring programs belong to
+#   different heads.
+# - **One sweep** is faster than two, but by less than 7/5, because its shared sum takes shared
+#   memory, additions, and a meeting of the consumers in every step.
 
 # %%
 
 # Reading
-gained = [1 + gain("Kernel Book", mask, "two sweeps") for mask in ("full", "causal")]
 lab.read(
-    f"**What it gains:** at length 4,096 and head_dim 128, one sweep is {gained[0]:.1f} times as "
-    f"fast as two in full attention, and {gained[1]:.1f} times under a causal mask. "
-    "It does five matmuls instead of seven. "
-    + (
-        f"In a fixed order it is faster than two sweeps at {verdicts[0]['faster']} of "
-        f"{len(at_points)} points, and slower at {verdicts[0]['slower']}. "
-        if speed.rows
-        else ""
-    )
-    + "**What is missing:** a library is still ahead at "
-    f"{everywhere} {len(at_points)} points."
+    f"**What is missing.** The fastest library is ahead at {everywhere} {len(at_points)} points."
+    if speed.rows
+    else f"{nan}"
 )
 
 # %%
 # Exercise
 # --------
 #
-# **Does it fit?** At head_dim 128, could a program take tiles of 128 queries, the next power of
-# two? Or of 80 or 96, if Gluon allowed them? Count shared memory (227 KiB), and the registers of
-# what a consumer holds, P and dS in 16 bits included, of the 240 that each of its 128 threads has.
+# **Does it fit?** At head_dim 128, could a program take tiles of 128 queries? Or of 80 or 96, if
+# Gluon allowed them? Count shared memory (227 KiB), and the registers of what a consumer holds, P
+# and dS in 16 bits included, of the 240 that each of its 128 threads has.
 
 # %%
 
