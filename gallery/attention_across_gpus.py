@@ -73,8 +73,9 @@ lab.table(rows, "What attention keeps, on paper")
 # Reading
 million = LAYERS * KEPT * 1048576 * per_token / 2**30
 lab.read(
-    f"For a million tokens a model of {LAYERS} layers keeps {million:.0f} GiB, and an H200 has 141 "
-    "GB, for its weights, too."
+    f"At a million tokens, {LAYERS} layers keep {million:.0f} GiB for attention alone. An H200 has "
+    "141 GB, which must also hold the weights. A model that computes layers again in the backward "
+    "pass keeps less, at the price of time."
 )
 
 # %%
@@ -99,14 +100,17 @@ lab.read(
 #
 # If the exponentials of a query's scores add up to 3 so far and to 1 over the next part, then
 # :math:`w = 1/4`: the new output is three quarters of ``out`` and one quarter of ``part``. In
-# PyTorch these are three lines of ``ring.merge``, which change ``out`` and ``lse`` in place.
-# ``masked_fill_`` makes :math:`w` zero for a query that sees no key of the next part:
+# PyTorch these are three lines of ``ring.merge``, which change ``out`` and ``lse`` in place:
 #
 # .. literalinclude:: /../src/kernelbook/ops/ring.py
 #    :language: python
 #    :pyobject: merge
 #    :start-at: w = torch
 #    :dedent:
+#
+# The sigmoid is zero by itself for a query that sees no key of the next part. If the query has met
+# no key so far either, :math:`-\infty` minus :math:`-\infty` is NaN, which ``masked_fill_``
+# replaces by zero.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -116,11 +120,13 @@ lab.read(
 #
 # .. animation:: ring_of_ranks
 #
-# After as many steps as there are ranks, each query has met each key. If one process plays all
-# ranks in turn, the whole ring without a mask fits into a few lines. ``travelling[rank]`` are the
-# keys and values that a rank has at the moment, ``found[rank]`` is its output so far with its lse,
-# and ``reference.attention`` is the formula in PyTorch, which returns both. Three ranks find the
-# output of the whole:
+# After as many steps as there are ranks, each query has met each key. This is *ring attention* (Liu
+# and others, in the references).
+#
+# If one process plays all ranks in turn, the ring without a mask fits into a few lines.
+# ``travelling[rank]`` are the keys and values that a rank has at the moment, ``found[rank]`` is its
+# output so far with its lse, and ``reference.attention`` is the formula in PyTorch, which returns
+# both. Three ranks find the output of the whole:
 
 
 def ring_in_turn(parts):
@@ -141,8 +147,8 @@ def ring_in_turn(parts):
 
 
 q, k, v = torch.randn(3, 1, 2, 12, 16, dtype=torch.float64)
-parts = list(zip(*(x.chunk(3, 2) for x in (q, k, v)), strict=True))  # of three ranks
-out = torch.cat(ring_in_turn(parts), 2)
+parts = list(zip(*(x.chunk(3, dim=2) for x in (q, k, v)), strict=True))
+out = torch.cat(ring_in_turn(parts), dim=2)
 whole, _ = reference.attention(q, k, v)
 torch.testing.assert_close(out.double(), whole, rtol=1e-5, atol=1e-6)
 
@@ -170,8 +176,12 @@ for layout, held in layouts.items():
 #    each rank one from either end: of :math:`W` ranks, rank :math:`r` holds the pieces :math:`r`
 #    and :math:`2W - 1 - r`.
 #
-# The work is equal in every step, too, which matters because the ranks wait for each other: the
-# next keys come from a neighbour. The figure numbers the steps; a dotted line ends each:
+# The Llama 3 report describes this layout, and *striped attention* an earlier one that deals out
+# single tokens.
+#
+# With zig-zag, the work is equal in every step, too. This matters because a rank cannot go on
+# before its neighbour has sent the next keys. The figure numbers the steps; a dotted line ends
+# each:
 
 # %%
 
@@ -243,14 +253,24 @@ lab.sketch(
 )
 
 # %%
-# Let one unit of time compute the scores of all queries of one rank with all keys of another.
-# Zig-zag takes half a unit for each step, or :math:`W / 2`. Contiguous parts take half a unit for
-# the first step and a whole one for each of the others, or :math:`W - 1/2`. **So by this count
-# zig-zag is 1.5 times as fast with two ranks, and nearly twice as fast with many.**
+# Why is every step of zig-zag the same work? ``ring._work`` decides which of its queries a ``rank``
+# computes with which keys of the rank ``source``, and whether under the mask:
+#
+# .. literalinclude:: /../src/kernelbook/ops/ring.py
+#    :language: python
+#    :pyobject: _work
+#    :start-at: all_of_it, half
+#    :dedent:
+#
+# The first half of a rank's tokens is its early piece, and the second half its late one. Of a lower
+# rank's keys, all queries see the early piece and none the late one. Of a higher rank's keys, the
+# late queries see all and the early queries none. Either way half of the scores remain, as in a
+# rank's own part under the mask. Rows of the next figure are pieces of queries, columns pieces of
+# keys, and the numbers are steps:
 
 # %%
 
-# Folded: Which queries meet which keys, by step: a row is a piece of queries
+# Drawing
 
 
 def pieces_of(axes, layout):
@@ -274,6 +294,7 @@ def pieces_of(axes, layout):
     axes.set_xticks([piece + 0.5 for piece in pieces], holder)
     axes.set_yticks([piece + 0.5 for piece in pieces], [f"rank {r}" for r in holder])
     axes.set_xlabel("keys of rank")
+    axes.grid(visible=False)
     axes.tick_params(length=0)
     axes.set_title(layout.replace("zigzag", "zig-zag"), fontsize=11, loc="left")
 
@@ -294,41 +315,86 @@ lab.sketch(
 )
 
 # %%
-
-# Folded: _work of the package says which queries and keys meet, and whether under the mask
-lab.source(ring._work)
-
-# %%
+# Let one unit of time compute the scores of all queries of one rank with all keys of another.
+# Zig-zag takes half a unit per step, :math:`W / 2` in all. Contiguous parts take half a unit for
+# the first step, and a whole one for each other because the last rank needs it, :math:`W - 1/2` in
+# all.
+# **So by this count zig-zag is 1.5 times as fast with two ranks, and nearly twice as fast with
+# many.**
+#
 # The loop of a rank
 # ------------------
 #
-# A rank sends and computes at once, because the transfer runs on a :term:`stream` of its own. NCCL,
-# NVIDIA's library for communication, provides that. ``_pass_on`` begins to send tensors to the next
-# rank and to receive those of the rank before, and returns at once with what to wait for.
+# A rank sends and computes at once, because NCCL, NVIDIA's library for communication, transfers on
+# a :term:`stream` of its own. ``ring._pass_on(sent, group, into)`` begins to send the tensors
+# ``sent`` to the next rank, and to receive those of the rank before in the tensors ``into``. It
+# returns at once, with what to wait for:
+#
+# .. literalinclude:: /../src/kernelbook/ops/ring.py
+#    :language: python
+#    :pyobject: _pass_on
+#    :start-at: rank, world
+#    :dedent:
+#
+# This is ``ring_in_turn`` as one rank runs it, under a causal mask and with zig-zag. ``kv`` are the
+# keys and values that the rank has, and ``following`` is the memory for the next. ``attention`` is
+# the kernel of the earlier chapters:
+
+
+def ring_of_rank(rank, world, q, k, v):
+    """Attention of this rank's queries with the keys of all ranks."""
+    kv = [k, v]
+    for step in range(world):
+        following, works = [torch.empty_like(x) for x in kv], []
+        if step < world - 1:
+            works = ring._pass_on(kv, dist.group.WORLD, following)
+        source = (rank - step) % world
+        rows, keys, causal = ring._work(rank, source, True, "zigzag", q.shape[2])
+        met = [x[:, :, keys] for x in kv]
+        part, lse_part = attention(
+            q[:, :, rows], *met, is_causal=causal, return_lse=True
+        )
+        if step == 0:
+            out, lse = part.float(), lse_part
+        else:
+            ring.merge(out[:, :, rows], lse[:, :, rows], part, lse_part)
+        for work in works:
+            work.wait()
+        kv = following
+    return out.to(q.dtype), lse
+
 
 # %%
 
-# Folded: _pass_on in PyTorch
-lab.source(ring._pass_on)
+
+# Measuring
+def whole_by_ring(rank, world, q, k, v):
+    """The output of the whole sequence by ``ring_of_rank``, and by the package."""
+    parts = [
+        ring.shard_sequence(x.to(runtime.DEVICE), 2, layout="zigzag") for x in (q, k, v)
+    ]
+    out, _ = ring_of_rank(rank, world, *parts)
+    package = ring.ring_attention(*parts, is_causal=True, layout="zigzag")
+    return [ring.unshard_sequence(x, 2, layout="zigzag").cpu() for x in (out, package)]
+
 
 # %%
-# The forward pass of the package is ``ring_in_turn`` as one rank sees it. Each step first begins to
-# pass ``kv`` on, into the memory ``following``. ``_like`` makes empty tensors of the same shapes,
-# unless a part that was sent and used is ``spare``:
 
-lab.source(ring._Ring.forward, "def", "send")
-
-# %%
-# Beside the transfer the rank computes what ``_work`` returns: which of its queries (``rows``) meet
-# which of the ``keys``, and whether under the mask (``causal``). ``operator.run`` is the forward
-# kernel of the earlier chapters. Its options are no window (``None`` twice), the scale, the same
-# bits in every run (``True``), and any backend. The step ends with a wait for the transfer:
-
-lab.source(ring._Ring.forward, "attend")
+# Folded: The same on real ranks, beside the package and float64
+generator = torch.Generator().manual_seed(1)
+drawn = torch.randn(3, 1, 2, 16 * ranks.world, HEAD_DIM, generator=generator).to(DTYPE)
+truth, _ = reference.attention(*drawn.double(), True)
+errors = [
+    (out.double() - truth).abs().max().item()
+    for out in ranks.run(whole_by_ring, *drawn)[0]
+]
+assert max(errors) < 0.05
+print(f"largest error: ours {errors[0]:.1e}, the package {errors[1]:.1e}")
 
 # %%
-# Sums are float32 with more than two ranks (``_dtype_of_sums``), and ``save_for_backward``
-# keeps the lse of *all* keys.
+# The package's loop, in a fold below, also reuses the memory of parts that were sent, and keeps the
+# lse of *all* keys for the backward pass. With two ranks its sums have 16 bits, because a single
+# addition is rounded once either way; with more they have 32, because roundings would pile up.
 #
 # The backward pass
 # -----------------
@@ -356,7 +422,7 @@ def terms_of_part(q, k, v, out, lse, do):
 
 # %%
 # The terms of ``dq`` belong to the rank's own queries, and stay. Those of ``dk`` and ``dv`` belong
-# to keys of another rank, so these sums travel with their keys, each rank adds its terms as they
+# to keys of another rank, so their sums travel with these keys. Each rank adds its terms as they
 # pass, and a last transfer brings them home:
 
 
@@ -389,11 +455,12 @@ for pieces, gradient in zip(gradients, expected, strict=True):
 
 # %%
 
-# Folded: The backward pass of the package, and the exchange of all to all
+# Folded: The package's loop, forward and backward, and the exchange of all to all
 lab.listing(
     {
+        "The forward pass of a rank": ring._Ring.forward,
         "The backward pass of a rank": ring._Ring.backward,
-        "The exchange of all to all": ring._exchange,
+        "The exchange of all to all, which the next section explains": ring._exchange,
     }
 )
 
@@ -401,28 +468,80 @@ lab.listing(
 # All to all
 # ----------
 #
-# All to all uses that heads are independent. The ranks exchange parts of
-# the sequence for heads, each rank computes the whole sequence of a few heads as a single GPU
-# would, and they exchange back. The number of ranks must divide the number of heads, also of those
-# for keys, and nothing is computed while they exchange.
+# There is a second way, known from DeepSpeed Ulysses. Attention computes each head on its own.
+# Before the call, each rank has all heads of some tokens. After one exchange, it has all tokens of
+# some heads, and computes ordinary attention. A second exchange restores the first state.
+
+# %%
+
+
+# Drawing
+def held_by(axes, title, holder):
+    """A grid of tokens and heads; each cell has the number of the rank that holds it."""
+    for row in range(WORLD_DRAWN):
+        for column in range(WORLD_DRAWN):
+            rank = holder(row, column)
+            axes.fill(
+                [column, column + 0.96, column + 0.96, column],
+                [row, row, row + 0.96, row + 0.96],
+                linewidth=0,
+                **look_of(rank),
+            )
+            ink = "#ffffff" if rank < 2 else "#1f2328"
+            look = {"ha": "center", "va": "center", "fontsize": 10, "color": ink}
+            axes.text(column + 0.48, row + 0.5, str(rank), **look)
+    axes.set(xlim=(-0.1, WORLD_DRAWN), ylim=(WORLD_DRAWN, -0.1), aspect="equal")
+    axes.set(xticks=[], yticks=[], xlabel="heads", ylabel="tokens")
+    axes.set_title(title, fontsize=11, loc="left")
+
+
+def both_states(before, after):
+    held_by(before, "before: all heads", lambda row, column: row)
+    held_by(after, "after: all tokens", lambda row, column: column)
+
+
+lab.sketch(
+    "Which rank holds what, before and after the exchange",
+    "Two grids with a row for each quarter of the tokens and a column for each quarter of the "
+    "heads. Before the exchange each of four ranks holds a row, and after it a column.",
+    both_states,
+    panels=2,
+    height=2.9,
+)
+
+# %%
+# The number of ranks must divide the number of heads, also of those for keys, and nothing is
+# computed during the exchanges.
 #
-# Every rank calls ``ring_attention``, or ``all_to_all_attention``, with its own part of the
-# sequence:
+# In a training script
+# --------------------
+#
+# ``torchrun --nproc-per-node=2 train.py`` starts a script once per GPU. Each rank takes its part of
+# what the model reads, and calls ``ring_attention`` or ``all_to_all_attention`` with the queries,
+# keys and values of its own tokens:
 #
 # .. code-block:: python
 #
+#    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 #    torch.distributed.init_process_group("nccl")
-#    q, k, v = (kernelbook.shard_sequence(x, 2, layout="zigzag") for x in (q, k, v))
+#    # each of shape (batch, seqlen)
+#    tokens, labels, positions = (
+#        kernelbook.shard_sequence(x, dim=1, layout="zigzag")
+#        for x in (tokens, labels, positions)
+#    )
+#    ...  # in the model, for q, k and v of shape (batch, heads, seqlen / world, head_dim):
 #    out = kernelbook.ring_attention(q, k, v, is_causal=True, layout="zigzag")
+#
+# Shift the labels before you cut. All layers but attention work on single tokens and need no
+# change. The gradients of the weights are added up over the ranks, as in data parallelism.
 #
 # Is it right?
 # ------------
 #
-# Outputs and gradients of both ways are compared with float64. The recorded run has two ranks.
-# Three and four, whose sums are float32, run only in the tests of the package. The error may be up
-# to four times that of PyTorch's attention on one device, or four times half an :term:`ulp` where
-# that is more. We allow four and not two, because each part's result is rounded before it is
-# merged, and the merged one again.
+# Outputs and gradients of both ways are compared with float64 on two ranks; three and four run only
+# in the tests of the package. Where one device rounds a sum to 16 bits once, two parts round three
+# times, each term and then the sum. So we allow four times the error of PyTorch's attention on one
+# device, or four times half an :term:`ulp` where that is more.
 
 # Measuring
 METHODS = {
@@ -489,8 +608,9 @@ lab.check("Attention across ranks", cases())
 # 2. *zig-zag*: the same with two pieces, one from either end;
 # 3. *Kernel Book*: keys and gradients travel while the rank computes.
 #
-# *All to all* stands beside them. Forward and backward run together, under a causal mask, with 16
-# heads of 128 in bfloat16. A time is the median of three rounds, each as long as its slowest rank.
+# *All to all* stands beside them. Both passes run under a causal mask, with 16 heads of 128 in
+# bfloat16. A point is the median of three rounds, each as long as its slowest rank, and a shaded
+# band shows their spread.
 
 # Measuring
 ROUNDS = 1 if TINY else 3
@@ -617,63 +737,157 @@ RUNGS = ["contiguous", "zig-zag", "Kernel Book", "all to all"]
 of_record = speed.provenance or {}
 WORLD = of_record.get("world", ranks.world)
 length = (65536 if WORLD == 2 else 131072) // SHRINK
-lab.ladder(
-    speed,
-    f"The versions, at {length:,} tokens",
-    RUNGS,
-    by="mask",
-    where={"seqlen": length},
-)
+lab.plot(speed, "Share of linear scaling, forward and backward", share=True)
 
 # %%
 
 # Reading
 nan = float("nan")
+
+
+def percent(name, n):
+    """The share of linear scaling that a version reaches at a length, in percent."""
+    return 100 * speed.share(name, seqlen=n)
+
+
 share = {name: speed.share(name, seqlen=length) for name in RUNGS}
-won = share["zig-zag"] / share["contiguous"]
+by_layout = share["zig-zag"] / share["contiguous"]
+by_hiding = share["Kernel Book"] / share["zig-zag"]
 promised = 2 - 1 / WORLD  # W - 1/2 units against W/2
 lab.read(
-    f"**Zig-zag gains most.** It is {won:.2f} times as fast as contiguous parts, where counting "
-    f"scores promised {promised:.2f}. With transfers behind the computation, the {WORLD} GPUs "
-    f"reach {100 * share['Kernel Book']:.0f} % of linear scaling."
+    ("**The layout gains most.** " if by_layout > by_hiding else "")
+    + f"At {length:,} tokens, zig-zag is {by_layout:.2f} times as fast as contiguous parts, where "
+    f"counting scores promised {promised:.2f}. Hiding the transfers comes on top, and the {WORLD} "
+    f"GPUs reach {100 * share['Kernel Book']:.0f} % of linear scaling."
 )
 
 # %%
 
-# Drawing
-lab.plot(speed, "Share of linear scaling, forward and backward", share=True)
+# Measuring
+BACKENDS = {"cuDNN CP": "CUDNN_ATTENTION"}
+PEER_LENGTHS = [n // SHRINK for n in (65536, 131072)][1 if TINY else 0 :]
+PEER_LIMIT = 25.0  # seconds that a peer may take for a point
+LATEST = 120.0  # seconds from the start of the chapter after which no peer begins
+refusals = {}
+
+
+def context_parallel_times(rank, world, backend, seqlen, heads, head_dim, dtype):
+    """The milliseconds of a call of PyTorch's context parallelism in each round."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    torch.manual_seed(7)  # the whole sequence is the same on all ranks
+    shape = (1, heads, seqlen, head_dim)
+    q, k, v, do = (
+        torch.randn(shape, device=runtime.DEVICE, dtype=dtype) for _ in range(4)
+    )
+    parts = [ring.shard_sequence(x, 2, layout="zigzag") for x in (q, k, v)]
+    expected = ring.ring_attention(*parts, is_causal=True, layout="zigzag")
+    do = ring.shard_sequence(do, 2, layout="zigzag")
+    mesh = init_device_mesh(runtime.DEVICE.type, (world,))
+    times, calls = [], calls_in_a_row(seqlen)
+    around = context_parallel(
+        mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2], no_restore_buffers={q, k, v}
+    )
+    with around, sdpa_kernel(getattr(SDPBackend, backend)):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+
+        def run():
+            out = F.scaled_dot_product_attention(*leaves, is_causal=True)
+            torch.autograd.grad(out, leaves, do)
+            return out
+
+        out = run()
+        apart = (out - expected).float().norm() / expected.float().norm()
+        if out.shape != expected.shape or not apart < 0.02:
+            raise ValueError(f"the output is {apart:.2g} apart from the ring's")
+        for _ in range(ROUNDS):
+            finished()
+            dist.barrier()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                run()
+            finished()
+            times.append(1e3 * (time.perf_counter() - begin) / calls)
+    return {backend: times}
+
+
+def time_beside(present):
+    """Time our versions, and then each of PyTorch's, unless it was refused before."""
+    [size] = set(present.values())
+    own = [name for name in present if name not in BACKENDS]
+    found = ranks.run(timed, own, *size)
+    times = {name: quantiles(found, name) for name in own}
+    for name, backend in BACKENDS.items():
+        if time.perf_counter() - BEGAN > LATEST:
+            refusals.setdefault(name, f"{name}: not run, for there was no time left")
+        if name not in refusals:
+            answers = ranks.ask(
+                context_parallel_times, backend, *size, limit=PEER_LIMIT
+            )
+            errors = [
+                answer.error.splitlines()[0] for answer in answers if answer.error
+            ]
+            if not errors:
+                times[name] = quantiles([answer.value for answer in answers], backend)
+                continue
+            refusals[name] = f"{name}: {errors[0][:90]}"
+        times[name] = lab.Absent(refusals[name])
+    return times
+
+
+def beside_of(seqlen, mask, heads, head_dim, dtype):
+    names = ("ideal", "Kernel Book", *BACKENDS)
+    return dict.fromkeys(names, (seqlen, heads, head_dim, dtype))
+
+
+beside = lab.bench(
+    "context parallelism",
+    [
+        point | {"seqlen": seqlen}
+        for point, seqlen in zip(POINTS, PEER_LENGTHS, strict=False)
+    ],
+    beside_of,
+    limit="ideal",
+    work=WORK,
+    unit="TFLOP/s",
+    timer=time_beside,
+)
 
 # %%
 
-
 # Reading
-def longer(name, n):
-    """How many percent longer than the ring a version takes at a length."""
-    ours = speed.milliseconds_at("Kernel Book", seqlen=n)
-    return 100 * (speed.milliseconds_at(name, seqlen=n) / ours - 1)
-
-
+first, last = LENGTHS[0], LENGTHS[-1]
+lost = all(percent(name, first) < percent(name, last) for name in RUNGS)
 exchanged = max(
     abs(100 * (speed.milliseconds_at("all to all", seqlen=n) / took - 1))
     for n in LENGTHS
     for took in [speed.milliseconds_at("zig-zag", seqlen=n)]
 )
-at_shortest = speed.at(provider="Kernel Book", seqlen=LENGTHS[0])[["ms", "p80"]].mean()
+at_shortest = speed.at(provider="Kernel Book", seqlen=first)[["ms", "p80"]].mean()
 # Of three rounds p80 lies 0.6 of the way from the median to the slowest.
 slowest_round = at_shortest["ms"] + (at_shortest["p80"] - at_shortest["ms"]) / 0.6
-doubtful = slowest_round > speed.milliseconds_at("zig-zag", seqlen=LENGTHS[0])
+doubtful = slowest_round > speed.milliseconds_at("zig-zag", seqlen=first)
+gained = percent("Kernel Book", last) - percent("zig-zag", last)
+sweeps_differ = abs(
+    percent("Kernel Book", PEER_LENGTHS[-1])
+    - 100 * beside.share("Kernel Book", seqlen=PEER_LENGTHS[-1])
+)
 lab.read(
-    "**Short sequences lose in every version:** at "
-    f"{LENGTHS[0]:,} tokens ours reaches {100 * speed.share('Kernel Book', seqlen=LENGTHS[0]):.0f} "
-    f"% of linear scaling. What hiding transfers gains shrinks as well, from "
-    f"{longer('zig-zag', LENGTHS[0]):.0f} % to {longer('zig-zag', LENGTHS[-1]):.0f} % at the "
-    "longest, because the scores grow with the square of the length and what is transferred with "
-    "the length itself. "
+    ("**Short sequences lose in every version.** " if lost else "")
+    + f"At {first:,} tokens ours reaches {percent('Kernel Book', first):.0f} % of linear scaling, "
+    f"and zig-zag, which waits for its transfers, {percent('zig-zag', first):.0f} %. "
     + (
-        "The gain at the shortest is uncertain, because one of our three rounds there took longer "
-        "than the median of zig-zag. "
+        "But one of our three rounds there was no faster than zig-zag. "
         if doubtful
         else ""
+    )
+    + f"At {last:,} tokens hiding is worth {gained:.1f} points"
+    + (
+        f", less than the {sweeps_differ:.1f} by which two sweeps of ours differ. "
+        if gained < sweeps_differ
+        else ". "
     )
     + "All to all "
     + (
@@ -684,13 +898,69 @@ lab.read(
 )
 
 # %%
+# PyTorch's own ring, ``context_parallel``, is still experimental and has the order of our zig-zag.
+# We run it around cuDNN's attention, and time it only if its output agrees with ours.
+
+# %%
+
+
+# Reading
+timed_peers = {
+    name: {
+        n: 100
+        * (
+            beside.milliseconds_at(name, seqlen=n)
+            / beside.milliseconds_at("Kernel Book", seqlen=n)
+            - 1
+        )
+        for n in PEER_LENGTHS
+        if not beside.at(provider=name, seqlen=n).empty
+    }
+    for name in BACKENDS
+    if name in beside.providers
+}
+
+
+def compared(found):
+    """Percents by length, in words; less than 1 % is no difference."""
+    return " and ".join(
+        f"as long{' as ours' * first} at {n:,}{' tokens' * first}"
+        if abs(more) < 1
+        else f"{abs(more):.0f} % {'longer' if more > 0 else 'shorter'}{' than ours' * first} "
+        f"at {n:,}{' tokens' * first}"
+        for first, (n, more) in zip(
+            (True, *[False] * len(found)), found.items(), strict=False
+        )
+    )
+
+
+def beside_ours(name, found):
+    """How long PyTorch's ring takes, as a paragraph."""
+    return (
+        f"**PyTorch's ring** takes {compared(found)}. How much of this is "
+        f"{name.removesuffix(' CP')}'s kernel we did not measure."
+    )
+
+
+lab.read(
+    " ".join(beside_ours(name, found) for name, found in timed_peers.items() if found)
+    if any(timed_peers.values())
+    else "PyTorch's context parallelism did not run here; the figure names the reason."
+)
+
+# %%
+
+# Folded: Both rings, in percent of linear scaling
+lab.plot(beside, "Beside PyTorch's context parallelism", share=True)
+
+# %%
 # The schedule, measured
 # ----------------------
 #
-# A profiler shows how much of the transfers hides. The figure is one call on rank 0, with 16,384
-# tokens per rank; a thin line ends the forward pass. There are four transfers: keys and values in
-# either pass, their gradients, and the complete gradients on their way home. Their bars contain the
-# wait for the other rank, too.
+# A profiler shows how much of the transfers hides. The figure shows one call on rank 0 with 16,384
+# tokens per rank, a length that the sweep above does not have; a thin line ends the forward pass.
+# There are four transfers: keys and values once in either pass, their gradients, and the complete
+# gradients on their way home. A transfer's bar includes the wait for the other rank.
 
 # Measuring
 TRACED = 16384 // SHRINK * ranks.world
@@ -856,11 +1126,11 @@ worked, undisturbed = (
     for version in ("behind", "waited for")
 )
 lab.read(
-    f"Of the {before - after:.1f} ms that hiding saves, {moved:.1f} are transfers that have moved "
-    "beside kernels. The rest are gaps in which rank 0 neither computed nor transferred, less the "
-    f"{100 * (worked / undisturbed - 1):.0f} % that computing takes longer beside transfers. "
-    "Transfers still run alone at the two ends: before the first kernel has started, and when the "
-    "complete gradients travel home."
+    f"Hiding saves {before - after:.1f} ms of this call, of which {moved:.1f} are transfers that "
+    "have moved beside kernels. The rest are gaps around transfers, in which rank 0 neither "
+    "computed nor transferred. Against that, computing takes "
+    f"{100 * (worked / undisturbed - 1):.0f} % longer beside transfers. Transfers still run alone "
+    "before the first kernel, and when the complete gradients travel home."
     if schedule.rows or schedule.provenance is None
     else "The profiler saw no kernel on this machine."
 )
@@ -889,11 +1159,10 @@ lab.read(
 #    tokens *per rank*, because the scores grow with the square of their number and the bytes only
 #    with the number itself.
 #
-# In the backward pass, a step does 2.5 times the FLOPs, and with more than two ranks it sends three
+# In the backward pass, a step does 2.5 times the FLOPs. With more than two ranks it sends three
 # times the bytes, because gradients in 32 bits travel, too. So the 2 becomes
-# :math:`2 \cdot 3 / 2.5 = 2.4`. We measure :math:`B` by passing tensors round the ring, and
-# :math:`S` by single steps. The lengths are orders of magnitude, because small parts compute and
-# travel more slowly:
+# :math:`2 \cdot 3 / 2.5 = 2.4`, with the :math:`S` of the backward pass. We measure :math:`B` by
+# passing tensors round the ring, and :math:`S` by single steps.
 
 # Measuring
 MEBIBYTES = (0.25, 1, 4, 16, 64, 256) if not TINY else (0.25, 1)
@@ -944,11 +1213,6 @@ def transfers():
 
 
 sent = lab.measure("Passing a tensor to the next rank, all ranks at once", transfers)
-
-# %%
-
-# Folded: What passing a tensor takes
-sent
 
 # %%
 
@@ -1009,9 +1273,13 @@ steps
 
 # %%
 
-bandwidth = max((row["GB/s"] for row in sent.rows), default=nan) * 1e9
+# Folded: What passing a tensor takes
+sent
+
+# %%
 
 
+# Reading
 def measured_step(part, which):
     """Milliseconds of a step: between measured sizes on a line, in logarithms; beyond, squared."""
     sizes = [row["tokens of a part"] for row in steps.rows]
@@ -1027,30 +1295,118 @@ def measured_step(part, which):
     )
 
 
+def measured_transfer(tokens):
+    """Milliseconds for keys and values of so many tokens: between measured sizes on a line."""
+    if not sent.rows:
+        return nan
+    mebibytes = 2 * 2 * tokens * HEADS * HEAD_DIM / 2**20
+    sizes = [row["MiB"] for row in sent.rows]
+    times = [row["microseconds"] / 1e3 for row in sent.rows]
+    return float(
+        numpy.exp(
+            numpy.interp(numpy.log(mebibytes), numpy.log(sizes), numpy.log(times))
+        )
+    )
+
+
+def on_paper(tokens):
+    """Milliseconds for keys and values of so many tokens through a network card."""
+    return 1e3 * 2 * 2 * tokens * HEADS * HEAD_DIM / NETWORK
+
+
+NETWORK = 50e9  # 400 Gb/s
+bandwidth = max((row["GB/s"] for row in sent.rows), default=nan) * 1e9
 largest = steps.rows[-1]["tokens of a part"] if steps.rows else nan
-at_largest = measured_step(largest, "step, forward") if steps.rows else nan
 FORWARD_FLOPS = 2 * HEADS * HEAD_DIM
-flops = FORWARD_FLOPS * largest**2 / (at_largest / 1e3)
-crossing = {"forward": 2 * flops / bandwidth, "backward": 2.4 * flops / bandwidth}
-hidden_from = [round(tokens, -2) for tokens in crossing.values()]
-connection = [
-    ("bytes per second to the next rank, B", f"{bandwidth / 1e9:.0f} GB/s"),
-    ("FLOPs per second of a forward step, S", f"{flops / 1e12:.0f} TFLOP/s"),
-    ("forward: hidden from", f"{hidden_from[0]:,.0f} tokens per rank"),
+FACTORS = {"forward": 2, "backward": 2.4}
+flops = {
+    which: times
+    * FORWARD_FLOPS
+    * largest**2
+    / measured_step(largest, f"step, {which}")
+    * 1e3
+    for which, times in (("forward", 1), ("backward", 2.5))
+}
+
+
+def hidden_from(which, link):
+    """The tokens per rank from which on the formula hides a transfer over a link."""
+    return FACTORS[which] * flops[which] / link
+
+
+links = re.search(r"NV(\d+)", of_record.get("interconnect", ""))
+per_link = 25 if re.search("V100|A100|H100|H200", of_record.get("gpu", "")) else None
+joined = "NVLink" if links else "the connection"
+lab.read(
     (
-        "backward, more than two ranks: hidden from",
-        f"{hidden_from[1]:,.0f} tokens per rank",
-    ),
-]
-lab.table(
-    [{"quantity": name, "value": x} for name, x in connection] if steps.rows else [],
-    "From which length on a transfer is hidden",
+        f"NVLink, NVIDIA's connection between the GPUs of a host, joins our {WORLD} GPUs. "
+        if links
+        else ""
+    )
+    + (
+        f"On paper it carries {per_link * int(links[1])} GB/s in either direction, and we measured "
+        if links and per_link
+        else "We measured "
+    )
+    + f"{bandwidth / 1e9:.0f}{' GB/s' * (not (links and per_link))}. With the speeds of our "
+    "largest step, the formula hides a transfer from "
+    f"{round(hidden_from('forward', bandwidth), -2):,.0f} tokens per rank in the forward pass, and "
+    f"from {round(hidden_from('backward', bandwidth), -2):,.0f} in the backward pass. Between "
+    f"hosts, a network card of 400 Gb/s carries {NETWORK / 1e9:.0f} GB/s. There the backward pass "
+    f"needs {round(hidden_from('backward', NETWORK), -3):,.0f} tokens per rank, or "
+    f"{64 * hidden_from('backward', NETWORK) / 1e6:.1f} million for 64 GPUs."
 )
 
 # %%
-# **Short sequences lose by more than transfers.** Their *kernels* are less efficient, and each step
-# but the first merges; the *host* has to launch them. We time kernels one at a time, and the host
-# by a call of 128 tokens per rank.
+# Small parts compute and travel more slowly than that, so we compare measured times, too. The last
+# column is arithmetic:
+
+# %%
+
+parts_timed = [row["tokens of a part"] for row in steps.rows]
+lab.table(
+    [
+        {
+            "tokens per rank": f"{n:,}",
+            "a forward step, ms": f"{row['step, forward, ms']:.2f}",
+            f"its transfer over {joined}, ms": f"{measured_transfer(n):.2f}",
+            "over a network card, ms": f"{on_paper(n):.2f}",
+        }
+        for n, row in zip(parts_timed, steps.rows, strict=True)
+    ],
+    "A forward step and the transfer beside it",
+)
+
+# %%
+
+# Reading
+step_of = {row["tokens of a part"]: row["step, forward, ms"] for row in steps.rows}
+always = all(measured_transfer(n) < took for n, took in step_of.items())
+too_long = [f"{n:,}" for n, took in step_of.items() if on_paper(n) > took]
+lab.read(
+    (
+        f"**Over {joined} a transfer of the forward pass is shorter than its step at every size.** "
+        if always
+        else f"Over {joined} not every transfer of the forward pass is shorter than its step. "
+    )
+    + (
+        f"Over a network card the transfer takes longer than the step at {' and '.join(too_long)} "
+        f"tokens; the formula hides it from {round(hidden_from('forward', NETWORK), -2):,.0f}."
+        if too_long
+        else "Over a network card it would be shorter, too."
+    )
+    if step_of
+    else f"Steps and transfers: {nan}."
+)
+
+# %%
+# Why short sequences lose
+# ------------------------
+#
+# Besides the transfers there are two suspects: the *kernels*, which are less efficient on short
+# parts and must merge, and the *host*, which launches them after the ranks have agreed on the call.
+# We time the kernels one at a time, with their launch, and the host by a call of 128 tokens per
+# rank.
 
 # Measuring
 SHORT = 128 * ranks.world if not TINY else 4 * ranks.world
@@ -1075,12 +1431,10 @@ costs = lab.measure("What a call costs before it computes, both passes", call_co
 
 # %%
 
-# Folded: What a call costs
-costs
-
-# %%
-
 of_part = LENGTHS[0] // WORLD
+without_merge = WORLD * sum(
+    measured_step(of_part, f"own, {which}") for which in ("forward", "backward")
+)
 by_kernels = sum(
     measured_step(of_part, f"own, {which}")
     + (WORLD - 1) * measured_step(of_part, f"step, {which}")
@@ -1094,7 +1448,11 @@ ring_cost, alone_cost = cost.get("ring", nan), cost.get("one GPU", nan)
 suspects = [
     ("linear scaling", ideal_ms),
     ("the ring", ring_ms),
-    ("the kernels of the ring, one at a time", by_kernels),
+    (f"{WORLD} masked parts of {of_part:,} tokens, one at a time", without_merge),
+    ("the same, one of them unmasked and merged", by_kernels)
+    if WORLD == 2
+    else ("the kernels of the ring, one at a time", by_kernels),
+    ("the host of one GPU, in a short call", alone_cost),
     ("the host of the ring, in a short call", ring_cost),
 ]
 lab.table(
@@ -1107,21 +1465,28 @@ lab.table(
 # %%
 
 # Reading
-either = min(by_kernels, ring_cost) > ideal_ms + 0.5 * (ring_ms - ideal_ms)
+halfway = ideal_ms + 0.5 * (ring_ms - ideal_ms)
 lab.read(
-    "**Either the kernels or the host is slow enough to explain the loss alone**, so these times, "
-    "which overlap in the ring, do not tell them apart."
-    if either
-    else "No one of the two is slow enough to explain the loss alone."
+    (
+        "**Either the kernels or the host is slow enough to explain the loss alone.** In the ring "
+        "the two overlap, so these times do not tell them apart. "
+        if min(by_kernels, ring_cost) > halfway
+        else "No one of the two is slow enough to explain the loss alone. "
+    )
+    + (
+        "Of what the kernels lose, most is lost on short parts before anything is merged."
+        if without_merge - ideal_ms > by_kernels - without_merge
+        else "Of what the kernels lose, most goes into merges and sums."
+    )
+    + (f" {nan}" if numpy.isnan(by_kernels + ring_cost) else "")
 )
 
 # %%
 # Memory
 # ------
 #
-# Memory is why the GPUs share a sequence. Sharing divides what a model keeps by the number of GPUs,
-# but not the peak of a single layer. One GPU and then all together compute 131,072 tokens, and each
-# notes the most that its allocator held.
+# Sharing divides what a model keeps by the number of GPUs, but not the peak of a single layer. We
+# note the most that a GPU held in both passes over 131,072 tokens, alone and together.
 
 # Measuring
 MEMORY_LENGTH = 131072 // SHRINK
@@ -1175,11 +1540,7 @@ memory = lab.measure("The most memory that a GPU needed", memory_rows)
 
 # %%
 
-# Folded: The most memory that a GPU needed, as recorded
-memory
-
-# %%
-
+# Measuring
 gib = {row["GPUs"]: row["GiB per GPU"] for row in memory.rows}
 most = max(gib, default=1)
 together = gib.get(most, nan)
@@ -1190,27 +1551,21 @@ def tensors(held, size):
     return held * 2**30 / (MEMORY_LENGTH / size * per_token)
 
 
+# %%
+
+# Folded: The memory of each GPU, in tensors and for a model
 kept = LAYERS * KEPT * MEMORY_LENGTH * per_token / 2**30
 lab.table(
     [
         {
             "GPUs": size,
             "peak of a layer, GiB": f"{peak:.1f}",
-            "the same in tensors like the rank's q": f"{tensors(peak, size):.0f}",
+            "peak / size of the rank's q": f"{tensors(peak, size):.0f}",
             f"kept for {LAYERS} layers, on paper, GiB": f"{kept / size:.0f}",
         }
         for size, peak in gib.items()
     ],
     "The memory of each GPU",
-)
-
-# %%
-
-# Reading
-lab.read(
-    f"**The peak of a layer falls by {100 * (1 - together / gib.get(1, nan)):.0f} %, and what a "
-    f"model keeps by {100 * (1 - 1 / most):.0f}.** A rank's tensors are 1/{most} as long, but at "
-    "the peak it holds more of them, because parts and gradients that travel come on top."
 )
 
 # %%
@@ -1245,170 +1600,21 @@ def long_rows():
     ]
 
 
-# %%
-
-# Folded: The long sequence, as recorded
 long = lab.measure("A long sequence, forward and backward", long_rows)
-long
 
 # %%
-# Beside PyTorch
-# --------------
-#
-# PyTorch has a ring of its own, still experimental: ``context_parallel``, in the order of our
-# zig-zag. We run it around cuDNN's attention, and time it only if its output is that of our ring.
-
-# Measuring
-BACKENDS = {"cuDNN CP": "CUDNN_ATTENTION"}
-PEER_LENGTHS = [n // SHRINK for n in (65536, 131072)][1 if TINY else 0 :]
-PEER_LIMIT = 25.0  # seconds that a peer may take for a point
-LATEST = 120.0  # seconds from the start of the chapter after which no peer begins
-refusals = {}
-
-
-def context_parallel_times(rank, world, backend, seqlen, heads, head_dim, dtype):
-    """The milliseconds of a call of PyTorch's context parallelism in each round."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    torch.manual_seed(7)  # the whole sequence is the same on all ranks
-    shape = (1, heads, seqlen, head_dim)
-    q, k, v, do = (
-        torch.randn(shape, device=runtime.DEVICE, dtype=dtype) for _ in range(4)
-    )
-    parts = [ring.shard_sequence(x, 2, layout="zigzag") for x in (q, k, v)]
-    expected = ring.ring_attention(*parts, is_causal=True, layout="zigzag")
-    do = ring.shard_sequence(do, 2, layout="zigzag")
-    mesh = init_device_mesh(runtime.DEVICE.type, (world,))
-    times, calls = [], calls_in_a_row(seqlen)
-    around = context_parallel(
-        mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2], no_restore_buffers={q, k, v}
-    )
-    with around, sdpa_kernel(getattr(SDPBackend, backend)):
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-
-        def run():
-            out = F.scaled_dot_product_attention(*leaves, is_causal=True)
-            torch.autograd.grad(out, leaves, do)
-            return out
-
-        out = run()
-        apart = (out - expected).float().norm() / expected.float().norm()
-        if out.shape != expected.shape or not apart < 0.02:
-            raise ValueError(f"the output is {apart:.2g} apart from the ring's")
-        for _ in range(ROUNDS):
-            finished()
-            dist.barrier()
-            begin = time.perf_counter()
-            for _ in range(calls):
-                run()
-            finished()
-            times.append(1e3 * (time.perf_counter() - begin) / calls)
-    return {backend: times}
-
-
-def time_beside(present):
-    """Time our versions, and then each of PyTorch's, unless it was refused before."""
-    [size] = set(present.values())
-    own = [name for name in present if name not in BACKENDS]
-    found = ranks.run(timed, own, *size)
-    times = {name: quantiles(found, name) for name in own}
-    for name, backend in BACKENDS.items():
-        if time.perf_counter() - BEGAN > LATEST:
-            refusals.setdefault(name, f"{name}: not run, for there was no time left")
-        if name not in refusals:
-            answers = ranks.ask(
-                context_parallel_times, backend, *size, limit=PEER_LIMIT
-            )
-            errors = [
-                answer.error.splitlines()[0] for answer in answers if answer.error
-            ]
-            if not errors:
-                times[name] = quantiles([answer.value for answer in answers], backend)
-                continue
-            refusals[name] = f"{name}: {errors[0][:90]}"
-        times[name] = lab.Absent(refusals[name])
-    return times
-
-
-def beside_of(seqlen, mask, heads, head_dim, dtype):
-    names = ("ideal", "Kernel Book", *BACKENDS)
-    return dict.fromkeys(names, (seqlen, heads, head_dim, dtype))
-
-
-beside = lab.bench(
-    "context parallelism",
-    [
-        point | {"seqlen": seqlen}
-        for point, seqlen in zip(POINTS, PEER_LENGTHS, strict=False)
-    ],
-    beside_of,
-    limit="ideal",
-    work=WORK,
-    unit="TFLOP/s",
-    timer=time_beside,
-)
-
-# %%
-
-# Folded: Both rings, in percent of linear scaling
-lab.plot(beside, "Beside PyTorch's context parallelism", share=True)
-
-# %%
-
-# Folded: Two sweeps differ
-shares_of_ours = [
-    sweep.share("Kernel Book", seqlen=PEER_LENGTHS[-1]) for sweep in (beside, speed)
-]
-lab.read(
-    f"Ours reaches {100 * shares_of_ours[0]:.0f} % of linear scaling at the longer length here, "
-    f"and {100 * shares_of_ours[1]:.0f} % in “How fast is it?”: two sweeps of three rounds differ "
-    "by that much."
-)
-
-# %%
-
 
 # Reading
-timed_peers = {
-    name: {
-        n: 100
-        * (
-            beside.milliseconds_at(name, seqlen=n)
-            / beside.milliseconds_at("Kernel Book", seqlen=n)
-            - 1
-        )
-        for n in PEER_LENGTHS
-        if not beside.at(provider=name, seqlen=n).empty
-    }
-    for name in BACKENDS
-    if name in beside.providers
-}
-
-
-def compared(found):
-    """Percents by length, in words; less than 1 % is no difference."""
-    return " and ".join(
-        f"as long at {n:,}"
-        if abs(more) < 1
-        else f"{abs(more):.0f} % {'longer' if more > 0 else 'shorter'} at {n:,}"
-        for n, more in found.items()
-    )
-
-
-def beside_ours(name, found):
-    """How long PyTorch's ring takes, as a paragraph."""
-    return (
-        f"PyTorch's ring around {name.removesuffix(' CP')} takes {compared(found)} tokens than "
-        "ours. How much of this its kernel takes we cannot say, because we did not time it alone."
-    )
-
-
+shorter = "half" if most == 2 else f"1/{most}"
 lab.read(
-    " ".join(beside_ours(name, found) for name, found in timed_peers.items() if found)
-    if any(timed_peers.values())
-    else "PyTorch's context parallelism did not run here; the figure names the reason."
+    f"**The peak of a layer falls by {100 * (1 - together / gib.get(1, nan)):.0f} %, what a "
+    f"model keeps by {100 * (1 - 1 / most):.0f} %.** A rank's tensors are {shorter} as long, but "
+    "at the peak it holds more of them, because parts and gradients that travel come on top."
+    + "".join(
+        f" Both passes over {row['tokens']:,} tokens take the {row['GPUs']} GPUs "
+        f"{row['seconds']:.1f} s, and {row['GiB per GPU']:.0f} GiB of memory each."
+        for row in long.rows
+    )
 )
 
 # %%
@@ -1417,7 +1623,7 @@ lab.read(
 #
 # For more GPUs than our two we simulate a ring from the pieces that we measured. A step takes as
 # long as the longest of three: its scores, the transfer beside them, and the host's time to launch
-# it. The last gradients, which nothing hides, are added.
+# it. The last gradients, which nothing hides, come on top.
 
 
 # Measuring
@@ -1442,29 +1648,34 @@ def simulated(world, tokens, bandwidth):
 # %%
 
 # Reading
-predicted = []
+off_by = {}
 for seqlen in LENGTHS:
     real = speed.milliseconds_at("Kernel Book", seqlen=seqlen)
-    told_by = simulated(WORLD, seqlen, bandwidth)[0]
-    predicted.append((seqlen, told_by, real))
-off_by = {n: 100 * (told_by / real - 1) for n, told_by, real in predicted}
+    off_by[seqlen] = 100 * (simulated(WORLD, seqlen, bandwidth)[0] / real - 1)
+
+
+def off(percents):
+    """How wrong a predicted time is, in words."""
+    if abs(percents) < 0.5:
+        return "right"
+    return f"{abs(percents):.0f} % too {'long' if percents > 0 else 'short'}"
+
+
+worst = max(off_by, key=lambda n: abs(off_by[n]))
 lab.read(
-    "At the lengths that were measured, the simulation is off by "
-    + ", ".join(
-        f"{off:+.0f}".replace("-", "−").replace("+0", "0").replace("−0", "0")
-        for off in off_by.values()
-    )
-    + " %, from the shortest to the longest."
+    f"For our {WORLD} GPUs the simulated time is {off(off_by[worst])} at {worst:,} tokens, and "
+    "nearer at the other lengths."
+    if not any(map(numpy.isnan, off_by.values()))
+    else f"The simulation is off by {nan}."
 )
 
 # %%
-# For eight GPUs of one host we assume the connection that we measured, and for more a network card
-# of 400 Gb/s each, because the slowest link of the ring counts.
+# Eight GPUs share a host and have the connection that we measured. More have a network card of
+# 400 Gb/s each, because the slowest link of the ring counts. Thin lines stand where the formula
+# begins to hide all transfers over the network.
+
 
 # Measuring
-NETWORK = 50e9
-
-
 def alone(tokens):
     """Milliseconds of one GPU for the whole sequence."""
     return measured_step(tokens, "own, forward") + measured_step(
@@ -1484,8 +1695,14 @@ def linear(world, tokens):
 
 
 # Drawing
+lengths = [2 ** (quarter / 4) for quarter in range(64, 105)]
+
+
 def curves(axes, rows):
-    lengths = [2**power for power in range(16, 27)]
+    for world, link in CLUSTERS.items():
+        if link == NETWORK:
+            knee = world * hidden_from("backward", link)
+            axes.axvline(knee, color="#afb8c1", linewidth=0.8)
     for world, style in zip(CLUSTERS, ("-", "--", ":"), strict=True):
         look = {"color": lab.colour("Kernel Book"), "linestyle": style}
         shares = [linear(world, tokens) for tokens in lengths]
@@ -1500,7 +1717,10 @@ def in_words_of(rows):
     found = ", ".join(
         f"{linear(world, 2**23):.0f} % with {world:,} GPUs" for world in CLUSTERS
     )
-    return f"Three lines that rise with the number of tokens; at 8Mi tokens: {found}."
+    return (
+        "Three lines that rise with the number of tokens and then stay flat; at 8Mi tokens: "
+        f"{found}. Thin lines stand near where the dashed and the dotted one become flat."
+    )
 
 
 lab.draw(steps, "The ring with more GPUs, simulated", in_words_of, curves)
@@ -1531,7 +1751,7 @@ lab.table(rows if steps.rows else [], "The ring with more GPUs, simulated")
 GOOD = 80
 from_tokens = {
     world: min(
-        (2**power for power in range(16, 27) if linear(world, 2**power) >= GOOD),
+        (tokens for tokens in lengths if linear(world, tokens) >= GOOD),
         default=0,
     )
     for world in CLUSTERS
@@ -1539,10 +1759,27 @@ from_tokens = {
 
 
 def short(tokens):
-    """A power of two as the axis of the figure has it."""
-    return f"{tokens >> 20}Mi" if tokens >= 2**20 else f"{tokens >> 10}Ki"
+    """A length as the axis of the figure has it."""
+    return f"{tokens / 2**20:.0f}Mi" if tokens >= 2**20 else f"{tokens / 2**10:.0f}Ki"
 
 
+end = largest * max(CLUSTERS)
+flat = linear(max(CLUSTERS), end)
+slower = measured_step(largest, "step, forward") / measured_step(
+    largest, "own, forward"
+)
+lab.read(
+    "**Each limit shapes a part of the curves.** At the left it is the host's time per step, "
+    "probably too much, because we charge all of it to the steps although ranks agree once per "
+    "call. On the slopes of the dashed and the dotted curve it is the transfers. "
+    f"At the right the curves end near {flat:.0f} %, because a forward step, which merges, takes "
+    f"{100 * (slower - 1):.0f} % longer than as many scores of a rank's own part."
+)
+
+
+# %%
+
+# Reading
 lab.read(
     "**A ring is for long parts, so at a given length for few ranks.** "
     f"To keep {GOOD} % of linear scaling, "
@@ -1551,8 +1788,8 @@ lab.read(
         for world in (min(CLUSTERS), max(CLUSTERS))
         if from_tokens[world]
     )
-    + " by the simulation, whose errors we know for two ranks only. Larger clusters share heads "
-    "within a host, and pass parts round a ring of hosts (USP, in the references)."
+    + ", by a simulation that we could compare with two ranks only. Larger clusters can combine "
+    "both ways: heads within a host, and a ring of hosts (USP, in the references)."
 )
 
 # %%
@@ -1560,27 +1797,20 @@ lab.read(
 # --------------
 #
 # A mistake on one rank usually hangs the others, because they wait for a message that never comes.
-# So the ranks first agree on what they are about to compute, and wait no longer than their process
+# So our ranks first agree on what they are about to compute, and wait no longer than their process
 # group allows.
 #
 # **A wrong layout.** What ranks cannot see is a sequence in another order than ``layout`` says. A
 # contiguous part passed as zig-zag has the right shape and raises no error, but the result is
 # wrong. ``ranks.run`` calls a function on every rank and returns what each returns:
 
-# %%
 
-
-# Measuring
 def passed_as(rank, world, q, k, v, layout):
     """Contiguous parts, passed as a layout; the whole output."""
-    parts = [ring.shard_sequence(x, 2) for x in (q, k, v)]
-    out = ring.ring_attention(
-        *(x.to(runtime.DEVICE) for x in parts), is_causal=True, layout=layout
-    )
+    parts = [ring.shard_sequence(x, 2).to(runtime.DEVICE) for x in (q, k, v)]
+    out = ring.ring_attention(*parts, is_causal=True, layout=layout)
     return ring.unshard_sequence(out, 2).cpu()
 
-
-# %%
 
 q, k, v = torch.randn(3, 1, 2, 8 * ranks.world, HEAD_DIM).to(DTYPE).unbind()
 truth, _ = reference.attention(q, k, v, True)
@@ -1591,13 +1821,7 @@ for layout in ring.LAYOUTS:
 
 # %%
 # **A wrong shape, a late rank, a dead one.** These the ranks do see. The last rank passes a longer
-# part; or comes later than the others wait; or ends without a word:
-#
-# .. literalinclude:: attention_across_gpus.py
-#    :language: python
-#    :pyobject: dies
-#    :lines: 3-7
-#    :dedent:
+# part, or comes later than the others wait, or ends without a word:
 
 # Measuring
 LATE = 4.0  # seconds that a group has patience
@@ -1678,7 +1902,7 @@ def in_short(rows):
     found = {}
     for row in rows:
         found.setdefault(row["mistake"], {})[row["rank"]] = row
-    last = ranks.world - 1
+    last = max(row["rank"] for row in rows)
     return [
         {
             "mistake": mistake,
@@ -1693,23 +1917,26 @@ def in_short(rows):
 
 
 here = failures()
-lab.table(in_short(here), f"Mistakes of the last of {ranks.world} ranks, run here")
+mistakes = lab.measure("Mistakes of the last rank", lambda: here)
+shown = mistakes.rows or here
+lab.table(in_short(shown), "What the ranks say of a mistake of the last of them")
 
 # %%
 
-# Folded: The same on the recorded GPUs
-lab.measure("Mistakes of the last rank", lambda: here)
+# Folded: Every message in full, as recorded
+mistakes
 
 # %%
 
 # Reading
-longest = max(row["seconds"] for row in here if row["seconds"] != "—")
-silent = [row["mistake"] for row in here if "returns" in row["what it says"]]
+longest = max(row["seconds"] for row in shown if row["seconds"] != "—")
+silent = {row["mistake"] for row in (*shown, *here) if "returns" in row["what it says"]}
 lab.read(
-    f"No rank hangs: the longest waits {longest:.1f} s, with a time-out of {LATE:.0f}. A dead rank "
-    "is noticed sooner; we suspect that its closed connection gives it away."
+    f"No rank hangs: the longest waits {longest:.1f} s, with a time-out of {LATE:.0f}. A late rank "
+    "is told as soon as it calls. A dead rank is noticed before the time-out, probably by its "
+    "closed connection."
     + (
-        f" One returns as if nothing had happened: {', '.join(silent)}."
+        f" Some return as if nothing had happened: {', '.join(sorted(silent))}."
         if silent
         else ""
     )
@@ -1720,9 +1947,8 @@ lab.read(
 # --------
 #
 # Outputs over parts of the keys can be merged by one number per query, so queries stay and keys
-# travel round a ring. Under a causal mask, a piece from either end gives every rank the same work,
-# which gains most. How much of the speed is left depends on the tokens per rank, so a ring suits
-# long parts.
+# travel round a ring. Under a causal mask, a piece from either end gives every rank the same work.
+# How well transfers hide depends on the tokens per rank, so a ring suits long parts.
 #
 # Exercises
 # ---------
