@@ -947,9 +947,9 @@ lab.read(
 #
 # .. image:: /figures/attention-descriptor.svg
 #    :alt: Above, without a descriptor: 256 threads each compute addresses and a mask in registers,
-#          and load their own part of a tile. Below, with a descriptor: one thread names the tile by
-#          its coordinates, and the copy engine TMA computes addresses, checks the bounds, and puts
-#          the tile into shared memory.
+#          and copy their own part of a tile from global memory. Below, with a descriptor: one
+#          thread names the tile by its coordinates, and the copy engine TMA computes addresses,
+#          checks the bounds, and puts the tile into shared memory.
 #
 # One thread then names a tile by its coordinates. The Tensor Memory Accelerator (TMA), the copy
 # engine of an SM since Hopper, computes the addresses, fills with zeros what lies outside, and puts

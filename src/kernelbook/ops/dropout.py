@@ -22,8 +22,8 @@ from kernelbook.ops.launch import Launch, planned
 
 BLOCK_SIZE, NUM_WARPS = 1024, 4
 """Elements and warps per program: eight elements per thread, one 16-byte load in 16 bits and two in
-32. On an H200 twice as many cost 3 % in float32, and half as many warps gain nothing. The last block
-has a branch of its own, from load to store: with a mask on each block, 2**28 - 3 elements of
+32. On an H200 twice as many cost 3 % in float32, and half as many warps gain nothing. The last
+block has a branch of its own, from load to store: with a mask on each block, 2**28 - 3 elements of
 bfloat16 gave an H200 0.36 of a copy, with branches around load and store alone 0.78 to 0.87, and
 so 0.95 (a seed that is a pointer) to 1.00. The seed is loaded first: behind a branch it cost 2**28
 elements 5 %."""
