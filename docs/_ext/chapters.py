@@ -280,7 +280,8 @@ CHAPTERS = {
         {
             "contiguous": "contiguous parts",
             "zig-zag": "parts from both ends",
-            "Kernel Book": "transfers behind the work",
+            "all to all": "heads exchanged, all to all",
+            "Kernel Book": "a ring, transfers behind the work",
         },
     ),
     "transformer": Facts(
