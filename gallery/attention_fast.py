@@ -9,8 +9,8 @@ and what is each of them worth?*
 You will learn
 
 - what each of six changes gains when it is made, and what the finished kernel loses without it;
-- how to read from machine code where a program waits, and what two programs on an :term:`SM` do
-  about it;
+- how to count the waits of a program in its machine code, and what two programs on an :term:`SM`
+  do about them;
 - how to find out by an experiment whether exponentials run while matmuls do.
 
 The kernel is the package's in plain Triton, ``attention(..., backend="triton")``, timed here on one
@@ -192,8 +192,8 @@ lab.sketch(
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    The way up is to hand the matmuls over without pauses, to do less besides them, and to do it
-#    while a matmul runs.
+#    There are three ways up: hand the matmuls over without pauses, do less besides them, and do the
+#    rest while a matmul runs.
 
 # %%
 # The loop
@@ -599,13 +599,15 @@ def staircase(axes, rows):
     axes.stairs(full, edges, orientation="horizontal", color=other, label="no mask")
     for step, (name, cause) in enumerate(CAUSES.items()):
         number = f"{step} " if step else ""
-        axes.text(1, step + 0.33, f"{number}{name}", va="center", fontweight="bold")
+        axes.text(1, step + 0.33, number + name if step else "start", va="center", weight="bold")
         axes.text(1, step + 0.7, cause, va="center")
         for values, put in ((causal, "right"), (full, "left")):
             said = f"{values[step]:.0f} %"
             if step:
                 change = values[step] / values[step - 1] - 1
                 said = f"{100 * change:+.0f} %" if abs(change) >= CHANCE else "same"
+            if step == len(CAUSES) - 1:
+                said += f": {values[step]:.0f} %"
             at = values[step] + (1 if put == "left" else -1)
             weight = "bold" if put == "right" else "normal"
             said = said.replace("-", "−")
@@ -1357,13 +1359,14 @@ lab.read(
 # Reading
 lab.read(
     (
-        "Rung 3 without its second wait is as fast as rung 4, so the copy of `acc` was the whole "
+        "Rung 3 without its second wait is as fast as rung 4, so the copy of `acc`, with the waits "
+        "that it forces, was the whole "
         "loss. "
         if abs(by_hand) < CHANCE
         else f"Rung 4 is {100 * by_hand:+.0f} % faster than rung 3 without its second wait, so the "
         f"copy of `acc` is not the whole difference. "
     )
-    + f"It returns {'the same bits as' if same_bits else 'other bits than'} rung 3."
+    + f"The edited kernel returns {'the same bits as' if same_bits else 'other bits than'} rung 3."
 )
 
 # %%
@@ -1578,7 +1581,8 @@ lab.read(
         if abs(gain("heavy first", "full")) < CHANCE
         else ""
     )
-    + f"The simulation promises {100 * promised:.0f} %, and of the reversal alone "
+    + f"A simulation of all programs promises {100 * promised:.0f} %, and for the reversal alone, "
+    "which we did not time, "
     + ("nothing. " if abs(reversal_alone) < 0.01 else f"{100 * reversal_alone:.0f} %. ")
     + (
         "The GPU gains less, probably because a program beside an idle slot runs faster."
@@ -1710,8 +1714,10 @@ lab.read(
     f"not win all of it back: the last row is {-100 * never_back:.0f} % slower than the start. "
     f"These changes pay only beside a second program. "
     + (
-        "Rung 3 loses most, probably because in its order a program waits for each matmul, where "
-        "`p v` ran on into the next iteration before. Another program can fill such waits."
+        "Rung 3 loses most: even without the register limit it waits after each instruction. Rung "
+        "4 removes those waits, and yet the kernel stays slower than rung 2, probably because in "
+        "the new order a program waits for each matmul, where `p v` ran on into the next iteration "
+        "before. Another program can fill such waits."
         if min(alone_up, key=alone_up.get) == "rung 3"
         else ""
     )
@@ -1741,13 +1747,13 @@ lab.table(
 # --------------------------------
 #
 # We began with a count: a kernel that takes turns between matmuls and exponentials has its tensor
-# cores at work for two thirds of the time at most. And ours? Percent of a cuBLAS matmul do not
-# tell, because cuBLAS leaves the tensor cores idle at times, too, and a GPU under load lowers its
-# clock.
+# cores at work for two thirds of the time at most. And ours? A percentage of cuBLAS cannot tell,
+# because cuBLAS leaves the tensor cores idle at times, too, and a GPU under load lowers its clock.
 #
 # So we count cycles: a tiny kernel before and after each run writes down the cycle counter of every
-# SM. And to see what the exponentials cost, we delete them from the intermediate code. The results
-# are then wrong, but everything else is still done.
+# SM. *Tensor cores at work* is the cycles that the matmuls need, at 4,096 operations per cycle,
+# divided by these. And to see what the exponentials cost, we delete them from the intermediate
+# code. The results are then wrong, but everything else is still done.
 #
 # .. dropdown:: How the cycles are read, and how the exponentials are deleted
 #
@@ -1875,7 +1881,7 @@ in_cycles
 # Reading
 counted = {row["kernel"]: row for row in in_cycles.rows}
 COUNTED = {
-    "matmul": "cuBLAS's matmul",
+    "matmul": "cuBLAS's matmul, twice the operations",
     "start": "the start",
     "finished, one program": "finished, but one program per SM",
     "finished": "finished",
@@ -1923,7 +1929,7 @@ hidden = {
     for name in list(COUNTED)[1:]
 }
 lab.read(
-    f"By themselves the exponentials take {alone_take:.0f} thousand cycles. "
+    f"By the same count the exponentials need {alone_take:.0f} thousand cycles. "
     + (
         "Deleting them does not make the finished kernel faster, so they are hidden entirely. "
         if hidden["finished"] > 97
@@ -1931,7 +1937,7 @@ lab.read(
         f"{hidden['finished']:.0f} % of their time is hidden. "
     )
     + (
-        "(It is even a little slower without them; we do not know why.) "
+        "(It even takes a few more cycles without them; we do not know why.) "
         if saved("finished") < -20
         else ""
     )
@@ -1962,8 +1968,8 @@ lab.read(
         and hidden["finished"] > 80
         else ""
     )
-    + "The rest may be other instructions, such as maxima and sums, or moments in which both "
-    "programs wait; we have not told them apart. "
+    + "The rest may be memory, other instructions, such as maxima and sums, or moments in which "
+    "both programs wait; we have not told them apart. "
     + (
         "Rung 5 speaks for the instructions: it removed one per score, and gained."
         if min(gain("scale folded", mask) for mask in ("causal", "full")) > CHANCE
@@ -2000,15 +2006,16 @@ lab.read(
     "There is a kernel that overlaps matmuls and the rest by design: its warps have roles, so that "
     "one half computes exponentials while the other half's matmul runs."
     + (
-        f" With that and other changes, and in a run of its own, it takes this attention from "
-        f"{100 * roles[0]:.0f} to {100 * roles[1]:.0f} % of a matmul."
+        f" With that and other changes, and in a run of its own, attention without a mask at "
+        f"length 4,096 goes from {100 * roles[0]:.0f} to {100 * roles[1]:.0f} % of a matmul."
         if roles and roles[1] > roles[0]
         else ""
     )
 )
 
 # %%
-# It needs Gluon, because in plain Triton all warps of a program run the same code.
+# It is written in Gluon, the language below Triton, because in plain Triton all warps of a program
+# run the same code.
 # :doc:`/chapters/attention_hopper` builds it.
 
 # %%
