@@ -412,8 +412,9 @@ passes_too = of_hopper and (
     and of_hopper["loaded, not needed"] == 0
 )
 lab.read(
-    "**Values outside are never loaded.** To show it, we filled the values of one tile of keys "
-    f"after the other with NaN, for {len(cases)} shapes and windows. In plain Triton, exactly "
+    "**Values outside are never loaded.** A loaded NaN spoils the output even where its weight is "
+    "zero, because zero times NaN is NaN. So we filled the values of one tile of keys after the "
+    f"other with NaN, for {len(cases)} shapes and windows. In plain Triton, exactly "
     "those tiles of queries that see one of these keys became NaN. "
     + (
         "The faster kernel of Hopper GPUs, timed below, passed this test with one window."
@@ -734,12 +735,13 @@ lab.table(rows, "Where the microseconds of a window go: Kernel Book, forward")
 copied = 1e3 * traffic.milliseconds_at("copy", keys=1)
 least, most = min(left_over.values()), max(left_over.values())
 lab.read(
-    "The first two columns count scores, at the speed of attention without a window. The rest is "
+    "The first two columns turn scores into time, at the speed of attention without a window, "
+    "which pays for its own masked scores: the second counts only what a window adds. The rest is "
     f"{least:.0f} to {most:.0f} µs, and a copy of as many bytes takes {copied:.0f} µs. "
     + (
-        "**The rest does not grow with the window, and it has the size of the memory traffic**; "
-        "how much of this traffic hides behind matmuls, we did not measure. So the shorter the "
-        "window, the further its time lies above its share."
+        "**The rest does not grow with the window.** It is at most the time of that memory "
+        "traffic, and a longer window may hide more of the traffic behind its matmuls, which we "
+        "did not measure. So the shorter the window, the further its time lies above its share."
         if left_over[wide] < 1.2 * left_over[short] and 0.3 * copied < most < 1.5 * copied
         else "So the memory traffic alone does not explain it, and we did not measure what else "
         "is in it."
@@ -855,7 +857,7 @@ quicker = [
 ]
 lab.read(
     "Without a window, we also run the test by which Stanford's course CS336 ranks its students' "
-    "kernels: both passes, with the host's launches. "
+    "kernels: both passes at head_dim 64, with the host's launches. "
     + (
         f"In it {' and '.join(quicker)} time than ours."
         if quicker
@@ -929,12 +931,13 @@ lab.table(finds, "The rows of the packed tensor that each of eight programs find
 
 # %%
 # The program moves all pointers by ``begin`` rows, and from there on is a causal kernel of one
-# text. Only one thing is new: a tile of keys may reach past the end of its sequence, into the next
-# one or, after the last one, past the end of the tensor. The causal mask gives those keys the
-# weight zero, but zero times NaN is NaN, and memory that is not ours may hold NaN. So they must
-# read as zeros:
+# text. Two things are new. A tile of queries may reach past the end of its sequence, so its last
+# rows must not be stored, because they belong to the next one. And a tile of keys may, too, into
+# the next sequence or, after the last one, past the end of the tensor. The causal mask gives those
+# keys the weight zero, but zero times NaN is NaN, and memory that is not ours may hold NaN. So they
+# must read as zeros:
 
-lab.source(small.packed_kernel, "loop")
+lab.source(small.packed_kernel, "loop", "write")
 
 # %%
 
@@ -1164,8 +1167,8 @@ lab.read(
         else "No library is faster than ours. "
     )
     + (
-        f"The bar of {' and of '.join(beyond)} ends left of the dashed line: the line assumes the "
-        "speed of our padded batch, and per needed score the library is faster than that."
+        f"The bar of {' and of '.join(beyond)} reaches the dashed line, which is no limit: it "
+        "assumes the speed of our padded batch, and the library is faster per needed score."
         if beyond
         else ""
     )
@@ -1420,9 +1423,10 @@ lab.read(
 )
 
 # %%
-# In the table, 100 % is what a copy of the keys and values moves per second, read and written bytes
-# together. Decoding only reads, so this is a yardstick and no hard limit. *One part* is our kernel
-# without a split. The last column is a batch of 8, in which 32 query heads share 8 heads of keys.
+# In each column, 100 % is what a copy of the same keys and values moves per second, read and
+# written bytes together. Decoding only reads, so this is a yardstick and no hard limit. *One part*
+# is our kernel without a split. The last column is a batch of 8, in which 32 query heads share 8
+# heads of keys.
 
 # %%
 
@@ -1532,7 +1536,12 @@ lab.read(
     + (f"{' and '.join(beaten)}. " if beaten else "")
     + (
         "FlashAttention's general function `flash_attn_func` stays near one part"
-        + ("; on this GPU it refuses to split. " if flash_is == "refused" else ". ")
+        + (
+            "; asked to choose the number of parts, it refuses on this GPU. Its function for KV "
+            "caches we did not time. "
+            if flash_is == "refused"
+            else ". "
+        )
         if slow["FlashAttention"] < 1.6 * alone
         else ""
     )
@@ -1561,10 +1570,11 @@ lab.read(
         if most < 0.7
         else f"With {KEY_LENGTHS[0]:,} keys our kernel reaches {100 * of_ours[2]:.0f} % of a copy. "
     )
-    + f"At the speed of the longest copy, reading the keys would take {reading:.1f} of our "
-    f"kernel's {all_keys:.1f} µs. "
+    + "A copy of so few keys is slow itself: at the speed of the longest copy, reading them would "
+    f"take {reading:.1f} µs, and our kernel takes {all_keys:.1f}. "
     + (
-        f"Half of the keys, a single tile in each part, still take {one_tile:.1f} µs. So the "
+        f"With half of the keys, so that each part has one tile instead of two, it still takes "
+        f"{one_tile:.1f} µs. So the "
         "bandwidth is not what limits the kernel here; we did not measure what does."
         if one_tile > 0.6 * all_keys
         else f"Half of the keys, a single tile in each part, take {one_tile:.1f} µs."
@@ -1816,8 +1826,8 @@ lab.table(rows, "Eight parts merged: error relative to the output")
 #   must read as zeros.
 # - For a single query, programs share its keys, and their outputs are merged by the logsumexp of
 #   their scores.
-# - A window saves less time than scores, because tiles at its edges are computed whole, and q, k, v
-#   and the output still move through memory.
+# - A window saves less time than scores: tiles at its edges are computed whole, and q, k, v and the
+#   output still move through memory, though a part of that may be hidden.
 
 # %%
 
@@ -1959,7 +1969,7 @@ lab.check("Caches of different length", cases)
 # %%
 # **3. A window with sinks.** Models with a window work better if every query also sees the first
 # few tokens, the *attention sinks*. Let query :math:`i` see the first four keys and the last ``left
-# + 1``, with ``attention`` and ``merge`` alone.
+# + 1``, with ``merge`` and ``attention(..., return_lse=True)`` alone.
 
 # %%
 
