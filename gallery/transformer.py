@@ -19,7 +19,7 @@ recorded numbers. A card of 24 GB holds a step of the model that we follow, once
 table. Folds whose titles are questions answer the second assignment of the Stanford course CS336.
 """
 
-# sphinx_gallery_thumbnail_number = 6
+# sphinx_gallery_thumbnail_number = 7
 import gc
 import json
 import linecache
@@ -213,6 +213,7 @@ first = lab.measure("Milliseconds of the first steps of a process", first_steps)
 
 # Measuring
 nan = float("nan")
+PASS_NAMES = dict(zip(PASSES, ("forward", "backward", "optimiser"), strict=True))
 
 
 def number(table, column, *first):
@@ -231,21 +232,30 @@ def ten_after(warmup, name):
 
 # Folded: How many steps of warm-up does a measurement need?
 cold = number(first, "forward", 1)
-none, after_one, again = (ten_after(warmup, "forward") for warmup in (0, 1, 5))
-lab.read(
-    "Only a process that has not trained before can tell, so we start one for the size medium at a "
-    f"context of 256. Its first forward pass takes {cold:,.0f} ms, because it loads each kernel "
-    "when it is first called, sets up cuBLAS, and asks the driver for all of its memory. The mean "
-    f"of ten passes is {none[0]:.1f} ms with that one and {after_one[0]:.1f} without, and after "
-    f"five steps of warm-up {again[0]:.1f}. "
+after_one, again = (ten_after(warmup, "forward") for warmup in (1, 5))
+lab.table(
+    [
+        {"warm-up steps": warmup}
+        | {
+            f"{name}, ms": "{:.1f} ± {:.1f}".format(*ten_after(warmup, part))
+            for part, name in PASS_NAMES.items()
+        }
+        for warmup in (0, 1, 2, 5)
+    ]
+    if first.rows
+    else [],
+    "Mean and standard deviation of ten steps after some steps of warm-up, for medium at a context "
+    "of 256. Only a process that has not trained before can tell, so we start one. Its first "
+    f"forward pass takes {cold:,.0f} ms, because it loads each kernel when it is first called, "
+    "sets up cuBLAS, and asks the driver for all of its memory. "
     + (
-        "The last two differ by less than single steps scatter, so one step of warm-up would do "
-        "here."
+        "After one step and after five, forward differs by less than single steps scatter, so one "
+        "step of warm-up would do here. "
         if abs(again[0] - after_one[0]) <= max(again[1], after_one[1])
         else "The second step still differs from those after it, so one step of warm-up is not "
-        "enough."
+        "enough. "
     )
-    + " We leave out five, to be safe."
+    + "We leave out five, to be safe",
 )
 
 # %%
@@ -305,7 +315,6 @@ took = {
     for dtype in DTYPES
     for part in PASSES
 }
-PASS_NAMES = dict(zip(PASSES, ("forward", "backward", "optimiser"), strict=True))
 a_layer = {
     size: took[size, "bfloat16", "forward"] / SIZES[size].layers for size in SIZES
 }
@@ -602,6 +611,21 @@ lab.read(
 
 # Folded: Does the profiler agree with the clock, and which kernels take most?
 tops = {profile_number("most time", "float32", part) for part in PASSES[:2]}
+top, its_ms, its_calls = (
+    {row["dtype"]: row[column] for row in profile_of.rows if row["pass"] == "forward"}
+    for column in ("most time", "its ms", "its calls")
+)
+cast_on_top = "elementwise" in top.get("bfloat16", "") and its_calls["bfloat16"] == (
+    SIZES["large"].layers + 1
+)
+top_in_words = (
+    "In the forward pass the most time goes to a matmul in float32, "
+    f"{its_ms['float32']:.0f} ms, and under autocast to an elementwise kernel, "
+    f"{its_ms['bfloat16']:.1f} ms; by its calls, one per layer and one more, it is the cast of the "
+    "scores, and of the logits, to float32. "
+    if cast_on_top and "gemm" in top["float32"]
+    else ""
+)
 lab.table(
     [
         {"dtype": row["dtype"], "pass": PASS_NAMES[row["pass"]]}
@@ -615,8 +639,9 @@ lab.table(
         for row in profile_of.rows
     ],
     "The clock beside the sum of the kernels (in the rest the GPU waits for the host), the number "
-    "of kernels, the one that takes the most time and the one called most often. In the figure, "
-    "“other” holds additions and the loss"
+    "of kernels, the one that takes the most time and the one called most often. "
+    + top_in_words
+    + "In the figure, “other” holds additions and the loss"
     + (
         "; cuBLAS chooses another for backward, by the shapes and by what is transposed"
         if len(tops) > 1
@@ -741,7 +766,8 @@ lab.table(
     ]
     if profile_of.rows and of_memory == of_memory
     else [],
-    "Inside attention, forward in bfloat16; softmax with its cast to float32",
+    "Inside attention, forward in bfloat16; softmax with its cast to float32. A fold further down "
+    "times the matmuls and softmax alone",
 )
 
 # %%
@@ -1368,7 +1394,8 @@ lab.table(
     allocations.rows,
     "The largest allocations of a step; what backward allocates has no line, because autograd runs "
     f"it in C++. On paper a table of scores has {table_mib:.0f} MiB, the logits {logits_mib:.0f}, "
-    f"and the hidden tensor of the feed-forward network {hidden_mib:.0f}. Per layer, standard "
+    f"the hidden tensor of the feed-forward network {hidden_mib:.0f}, and a tensor of the residual "
+    f"stream {1024 * inputs_of_layers:.0f}. Per layer, standard "
     f"attention allocates {tables / size.layers:.0f} tables in forward (the scores, scaled, "
     "masked, and their softmax) and releases all but one before the next layer. By the count, "
     f"checkpointing saves {spared:.1f} GiB. It saves less, because the peak moves to the end of "
@@ -1604,6 +1631,7 @@ def listed(names):
 fast = in_grid("both, ms", "PyTorch", 16384), in_grid("both, ms", "Kernel Book", 16384)
 times = nan if isinstance(fast[0], str) else fast[0] / fast[1]
 by_sdpa = fastest_fused(16384)
+table_gib = 8 * 65536**2 * 2 / 2**30  # a batch of 8, one head, bfloat16
 lab.read(
     "**Without the table, memory grows with the length instead of its square**: the book's "
     "attention keeps the output and one logarithm per row, and computes the weights again in "
@@ -1613,11 +1641,17 @@ lab.read(
         if times == times or not grid.rows
         else ""
     )
-    + ". "
+    + (
+        ". At 65,536 the formula runs out of memory: on paper a table of 8 × 65,536² numbers of "
+        f"2 bytes has {table_gib:.0f} GiB, and backward needs three at once (the weights, their "
+        f"gradient and that of the scores), {3 * table_gib:.0f} GiB. "
+        if in_grid("both, ms", "PyTorch", 65536) == OUT_OF_MEMORY
+        else ". "
+    )
     + (
         "SDPA, PyTorch's own fused attention, stores no table either"
         + (
-            f", and there the book's takes {100 * fast[1] / by_sdpa:.0f} % of its time."
+            f", and at 16,384 the book's takes {100 * fast[1] / by_sdpa:.0f} % of its time."
             if by_sdpa == by_sdpa
             else "; in the model it is our opponent."
         )
@@ -1888,6 +1922,53 @@ def loss_dots(axes, rows):
     axes.set(xlabel="difference of the loss, mean of the last 30 steps")
 
 
+CURVES = {"PyTorch": "PyTorch's", "Kernel Book": "the book's"}
+
+
+def curve(rows, name):
+    """The loss of a version over its steps, a column for each seed."""
+    return numpy.array(
+        [[row[f"{name}, seed {seed}"] for seed in SEEDS] for row in rows]
+    )
+
+
+def curves_in_words(rows):
+    found = (
+        f"With {label} operators the mean falls from {means[0]:.2f} to {means[-1]:.2f}"
+        for name, label in CURVES.items()
+        for means in [curve(rows, name).mean(1)]
+    )
+    return f"Training loss of {len(SEEDS)} seeds. {'; '.join(found)}."
+
+
+def loss_curves(axes, rows):
+    axes.figure.set_size_inches(5.4, 2.8)
+    x = [row["steps"] for row in rows]
+    for name, label in CURVES.items():
+        found, ink = curve(rows, name), lab.colour(name)
+        axes.plot(x, found, color=ink, linewidth=0.7, alpha=0.35)
+        dashed = (
+            (0, (3, 2)) if name == "Kernel Book" else "-"
+        )  # they lie upon each other
+        look = {"color": ink, "linewidth": 2.2, "linestyle": dashed}
+        axes.plot(x, found.mean(1), label=label, **look)
+    axes.set(xlabel="steps", ylabel="loss, mean of ten steps")
+
+
+# %%
+
+# Reading
+lab.read(
+    f"**And do they learn the same?** From each of {len(SEEDS)} seeds a tiny model trains "
+    f"{TRAINED} steps under autocast. Its text is the package's own source, one byte per token. A "
+    "thin line is one seed, a thick one their mean."
+)
+
+# %%
+
+# Drawing
+lab.draw(learned, "The training loss of a tiny model", curves_in_words, loss_curves)
+
 # %%
 
 # Reading
@@ -1899,15 +1980,22 @@ from_loss, to_loss = (
     else nan
     for row in (learned.rows or [{}])[:: max(1, len(learned.rows) - 1)]
 )
+by_seed = ends(learned.rows, "PyTorch").std(ddof=1)
+odd = int(numpy.argmax(abs(by_ours)))
 lab.read(
-    f"**And do they learn the same?** From each of {len(SEEDS)} seeds a tiny model trains "
-    f"{learned.rows[-1]['steps'] if learned.rows else nan} steps under autocast. "
-    f"With the book's operators the loss ends {abs(offset):.3f} ± "
-    f"{BY_CHANCE * error:.3f} {'above' if offset > 0 else 'below'} PyTorch's"
+    f"With the book's operators the loss falls from {from_loss:.1f} to {to_loss:.1f}, and ends "
+    f"{abs(offset):.3f} ± {BY_CHANCE * error:.3f} {'above' if offset > 0 else 'below'} PyTorch's"
     + (
-        f": {len(SEEDS)} seeds show no difference."
+        f": {len(SEEDS)} seeds show no difference. "
         if abs(offset) < BY_CHANCE * error
-        else ". That leaves a doubt, because chance alone does this less than once in 20 times."
+        else ". That leaves a doubt, because chance alone does this less than once in 20 times. "
+    )
+    + f"From seed to seed PyTorch's own end has a standard deviation of {by_seed:.2f}"
+    + (
+        f"; one seed of the book's lies {abs(by_ours[odd]):.2f} "
+        f"{'above' if by_ours[odd] > 0 else 'below'} PyTorch's."
+        if learned.rows and abs(by_ours[odd]) > 2 * sorted(abs(by_ours))[-2]
+        else "."
     )
 )
 
@@ -2739,6 +2827,7 @@ lab.table(
             "version": label,
             "step": spread(BY_VERSION[name]),
             "host": spread(BY_VERSION[name], "host"),
+            "peak, GiB": shown(BY_VERSION[name]["peak, GiB"]),
             "steps": BY_VERSION[name]["steps"],
         }
         | {KIND_NAMES[kind]: shown(BY_VERSION[name][f"{kind}, ms"]) for kind in KINDS}
@@ -2748,11 +2837,44 @@ lab.table(
         if name in BY_VERSION
     ],
     "Milliseconds of a step of large at 1,024, and of the host to launch it, each with the middle "
-    "60 % of its times. SDPA runs with its faster backend, "
+    "60 % of its times, and the peak of the step's memory. SDPA runs with its faster backend, "
     + listed(sorted({row["SDPA backend"] for row in steps.rows}) or ["—"])
     + ". The kernels are those of other steps, under the profiler. In the formula, between the "
     "matmuls includes scale and mask, and the host's time is an upper bound, because a host that "
     "is a thousand launches ahead waits for the GPU",
+)
+
+# %%
+
+# Folded: How do softmax and the matmuls inside attention compare, in time and in FLOPs?
+softmax_took = in_groups("bfloat16", ["softmax"])
+took_inside = {
+    "matmuls": (12 * head, step("attention, ms", "PyTorch") - softmax_took),
+    "softmax": (9, softmax_took),
+}
+lab.table(
+    [
+        {
+            "inside attention": what,
+            "FLOPs per score": flops,
+            "TFLOP": round(flops * n_scores / 1e12, 2),
+            "ms": round(milli, 1),
+            "TFLOP/s": round(flops * n_scores / milli / 1e9, 1),
+        }
+        for what, (flops, milli) in took_inside.items()
+    ]
+    if steps.rows and profile_of.rows
+    else [],
+    "Both passes of the eager formula under autocast, in a step of large at 1,024, without scale, "
+    "mask and casts. Backward does four matmuls for the two of forward; softmax does about five "
+    "FLOPs per score in forward and four in backward. "
+    + (
+        f"The matmuls do {12 * head / 9:.0f} times the FLOPs in less time. "
+        if took_inside["matmuls"][1] < took_inside["softmax"][1]
+        else ""
+    )
+    + "Their time is that of attention in the fold above less that of softmax, which is from "
+    "another profile",
 )
 
 # %%
