@@ -46,8 +46,7 @@ three_weights = torch.softmax(three_scores, -1)
 lab.read(
     f"For example, let the scores of a query with three keys be 1, 2 and 4. Then the weights are "
     f"{three_weights[0]:.3f}, {three_weights[1]:.3f} and {three_weights[2]:.3f}. If the values are "
-    f"the numbers 10, 20 and 30, the output is {three_weights @ three_values:.1f}, close to the "
-    f"value of the key that matches best."
+    f"the numbers 10, 20 and 30, the output is {three_weights @ three_values:.1f}."
 )
 
 # %%
@@ -66,7 +65,8 @@ def standard_attention(q, k, v, is_causal=False):
 # %%
 # All tensors are (batch, heads, length, head_dim): a model runs several attentions side by side,
 # its *heads*, each on vectors of head_dim numbers. The scores are a table with a row for each query
-# and a column for each key.
+# and a column for each key. They are divided by the square root of head_dim, because dot products
+# of longer vectors spread wider; the factor ``q.shape[-1] ** -0.5`` is called the *scale*.
 
 # %%
 # What the table costs
@@ -82,9 +82,8 @@ def standard_attention(q, k, v, is_causal=False):
 # memory, which is :term:`HBM` on a data-center GPU. Beside them, queries, keys, values and output
 # are small: :math:`N D` numbers each, which make one trip each.
 #
-# **Which of the two sets the pace?** While a GPU moves one byte, it can execute many operations. A
-# kernel that does fewer per byte waits for memory. To find how many, we divide the speed of a
-# matmul by :term:`cuBLAS` by that of a copy.
+# **Which of the two sets the pace?** While a GPU moves one byte, it can execute many operations,
+# and a kernel that does fewer per byte waits for memory.
 
 
 # Measuring
@@ -114,12 +113,16 @@ nan = float("nan")
 needed = machine.rows[0]["FLOPs per byte"] if machine.rows else nan
 rate_of_table = rows[1]["with the table"] / needed
 most = rows[-1]["with the table"]
+peak = machine.rows[0] if machine.rows else {}
 lab.read(
-    f"This GPU executes {needed:.0f} operations while it moves a byte. Standard attention does at "
-    f"most {most}, because at head_dim 128 each score takes 4 × 128 operations and moves 8 bytes. "
+    f"A matmul by cuBLAS runs at {peak.get('matmul, TFLOP/s', nan)} TFLOP/s and a copy at "
+    f"{peak.get('copy, GB/s', nan):,} GB/s, so this GPU executes {needed:.0f} operations while it "
+    f"moves a byte. Standard attention does at most {most}, because at head_dim 128 each score "
+    f"takes 4 × 128 operations and moves 8 bytes. "
     + (
-        f"So memory alone keeps it below {100 * rate_of_table:.0f} % of the speed of a matmul at "
-        f"length 4,096."
+        f"At length 4,096, with queries, keys, values and output counted, it does "
+        f"{rows[1]['with the table']}, so memory alone keeps it below {100 * rate_of_table:.0f} % "
+        f"of the speed of a matmul."
         if most < needed
         else "So memory does not have to slow it."
     )
@@ -133,11 +136,6 @@ lab.table(
     "One head with head_dim 128, in 16 bits. The last three columns are FLOPs per byte, if every "
     "read comes from memory",
 )
-
-# %%
-
-# Folded: What this machine can do
-machine
 
 # %%
 # **Memory.** The table must also fit, and so must the weights. The figure shows what standard
@@ -226,7 +224,7 @@ lab.read(
     f"{last.get('PyTorch, MiB', nan) / 1024:,.1f} GiB"
     + (f", and at {fails[0]:,} it runs out of memory" if fails else "")
     + f". The book's kernel needs {last.get('Kernel Book, MiB', nan):,.1f} MiB, one number per "
-    f"query. How can it do without the table?"
+    f"query."
 )
 
 # %%
@@ -255,18 +253,15 @@ lab.read(
 
 # %%
 
-# Reading
+# Folded: The price: every tile of queries reads all keys and values again
 tile, l2 = 128, machine.provenance["l2_mib"] if machine.rows else nan
 keys_mib = 2 * 4096 * 128 * 2 / 2**20
 lab.read(
-    f"**The price** is that each tile of queries reads all keys and values again. A key and its "
-    f"value are 4 D bytes in 16 bits, and {tile} queries do {tile} · 4 D operations with them: "
-    f"{tile} operations per byte. "
+    f"With {tile} queries in a tile, this leaves {tile} operations per byte. "
     + (
-        f"If every read came from HBM, this would allow {100 * tile / needed:.0f} % of the speed "
-        f"of a matmul. But the programs of a head read the same keys and values, which at length "
-        f"4,096 take {keys_mib:.0f} MiB, so the GPU's L2 cache of {l2:.0f} MiB can serve most of "
-        f"these reads."
+        f"If every read came from HBM, it would allow {100 * tile / needed:.0f} % of the speed of "
+        f"a matmul. But the programs of a head read the same keys and values, {keys_mib:.0f} MiB "
+        f"at length 4,096, so the GPU's L2 cache of {l2:.0f} MiB can serve most of these reads."
         if not tile >= needed
         else f"This GPU needs {needed:.0f}, so memory does not hold the tiles back."
     )
@@ -328,15 +323,8 @@ lab.read(
 #    acc &= acc_A\, \alpha + \sum_{j \in B} p_j\, v_j
 #    \end{aligned}
 #
-# By induction the triple is right after every tile, from the empty set on, where
-# :math:`m = -\infty` and both sums are 0, however we split the keys.
-
-# %% An animation
-# The animation shows the loop with 4 queries and 4 keys in a tile and head_dim 2. Where ``m_i``
-# rises, ``alpha`` is less than 1, and ``l_i`` and ``acc`` are rescaled. (A later section explains
-# its mask and its two stages.)
-#
-# .. animation:: attention_loop
+# The empty set has :math:`m = -\infty`, and both of its sums are 0. Each iteration keeps the triple
+# right, so it is right at the end, however we split the keys.
 
 # %%
 # .. dropdown:: The merge of any two sets
@@ -353,13 +341,13 @@ lab.read(
 #       \end{aligned}
 #
 #    The loop is the case in which the terms of :math:`B` are computed relative to :math:`m` at
-#    once, so that a single factor is left.
+#    once, so that a single factor is left. We verified the merge in float64: 300 keys in 2, 7 and
+#    100 pieces, merged in a random order, give the output of a softmax up to :math:`10^{-13}`.
 
 # %%
 
-# Folded: The merge, verified on random pieces
 
-
+# Measuring
 def triple(s, v):
     m = s.amax(-1, keepdim=True)
     p = (s - m).exp()
@@ -374,7 +362,6 @@ def merge(a, b):
 
 s, v = 10 * torch.randn(4, 300, dtype=torch.float64), torch.randn(300, 8).double()
 truth = torch.softmax(s, -1) @ v
-rows = []
 for pieces in (2, 7, 100):
     parts = zip(s.tensor_split(pieces, 1), v.tensor_split(pieces), strict=True)
     triples = [triple(*part) for part in parts]
@@ -382,17 +369,12 @@ for pieces in (2, 7, 100):
         i, j = sorted(torch.randperm(len(triples))[:2].tolist())
         triples.append(merge(triples.pop(j), triples.pop(i)))
     m, l_i, acc = triples[0]
-    off = (acc / l_i - truth).abs().max().item()
-    assert off < 1e-13
-    rows.append({"pieces": pieces, "off by": off})
-lab.read(
-    f"We split 300 keys into up to {rows[-1]['pieces']} pieces, merge them in a random order, and "
-    f"find the output of a softmax, off by at most {max(row['off by'] for row in rows):.0e}."
-)
+    assert (acc / l_i - truth).abs().max() < 1e-13
 
 # %%
 # **One division, at the end.** The division by ``l`` can wait until the last tile, because
-# ``alpha`` rescales ``l`` and ``acc`` alike.
+# ``alpha`` rescales ``l`` and ``acc`` alike. The package's kernel also stores :math:`m + \log l`,
+# the :term:`logsumexp`, for the backward pass: this is the one number per query above.
 #
 # .. dropdown:: Why not divide in every step?
 #
@@ -446,27 +428,6 @@ lab.read(
 )
 
 # %%
-# .. dropdown:: What the backward pass needs: one number per query
-#
-#    The gradient needs the weights again. A weight is :math:`e^{s_{ij} - m_i} / l_i = e^{s_{ij} -
-#    (m_i + \log l_i)}`, so the package's forward pass stores :math:`lse_i = m_i + \log l_i`, the
-#    :term:`logsumexp` of the scores, in 4 bytes per query.
-
-# %%
-
-# Folded: The weights, from the scores and lse
-
-q, k, v = torch.randn(3, 1, 2, 100, 64, device=runtime.DEVICE)
-_, lse = attention(q, k, v, return_lse=True)
-scores = q.double() @ k.double().mT / 8
-again = torch.exp(scores - lse.double().unsqueeze(-1))
-off = (again - torch.softmax(scores, -1)).abs().max().item()
-assert off < 1e-5
-lab.read(
-    f"Weights computed from lse differ from those of a softmax by at most {off:.1e}."
-)
-
-# %%
 
 # Folded: Why the outputs may start as uninitialised memory
 
@@ -503,7 +464,7 @@ lab.read(
 # ----------------------
 #
 # This is the whole loop for one tile of queries, of shape (queries, head_dim), without a mask and
-# without the scale. Its lines are those of the mathematics; ``amax(1)`` is the largest score of
+# with a scale of 1. Its lines are those of the mathematics; ``amax(1)`` is the largest score of
 # each query. After each tile it prints what its first query remembers.
 
 
@@ -529,16 +490,10 @@ def one_tile_of_queries(q, k, v, block):
 # With head_dim 1 and a query of 1, the keys are the scores, so this is the example of three keys in
 # tiles of two. At the first tile ``alpha`` is :math:`e^{-\infty} = 0`:
 
-one, scored, valued = torch.ones(1, 1), three_scores[:, None], three_values[:, None]
-out = one_tile_of_queries(one, scored, valued, block=2)
-assert torch.allclose(out, three_weights @ valued)
-
-# %%
-
-# Folded: The same loop on a tile of 32 queries, with 48 keys and head_dim 16
-many, keys, values = torch.randn(32, 16), torch.randn(48, 16), torch.randn(48, 16)
-out = one_tile_of_queries(many, keys, values, block=16)
-assert torch.allclose(out, torch.softmax(many @ keys.T, -1) @ values, atol=1e-5)
+three_keys = torch.tensor([[1.0], [2.0], [4.0]])
+their_values = torch.tensor([[10.0], [20.0], [30.0]])
+out = one_tile_of_queries(torch.ones(1, 1), three_keys, their_values, block=2)
+print(f"out {out.item():.3f}")
 
 # %%
 # .. dropdown:: The package's version: all tiles, heads and masks
@@ -549,20 +504,16 @@ assert torch.allclose(out, torch.softmax(many @ keys.T, -1) @ values, atol=1e-5)
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiled.py
 #       :pyobject: tiled_forward
-
-# %%
-# .. dropdown:: Which tiles of keys a tile of queries needs
 #
-#    Without a mask, it needs every tile. With a causal mask or a window, ``key_tiles`` decides
-#    which it needs, and which of them have to be masked; the section on causal stages derives the
-#    rule.
+#    Without a mask, a tile of queries needs every tile of keys. With a causal mask or a window,
+#    ``key_tiles`` decides which it needs, and which of them have to be masked; the section on
+#    causal stages derives the rule.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiled.py
 #       :pyobject: key_tiles
 #
 # The package's version and both kernels below are checked against float64: their error may be four
-# times that of standard attention in the same dtype, and no more. To test the check, we let a
-# kernel lose a single tile of keys at a size that is timed, and that must fail.
+# times that of standard attention in the same dtype, and no more.
 
 
 # Measuring
@@ -590,10 +541,10 @@ lab.check("Tiled PyTorch", tiled_cases())
 # A first kernel
 # --------------
 #
-# Now the same loop in Triton, as simple as possible: with an address for every element and a mask
-# for every tile. First the update of the triple; above each line stands the one of PyTorch that it
-# replaces. ``qk`` is the tile of scores. ``m_exp`` has 0 in place of :math:`-\infty`, because where
-# a mask leaves a query no key yet, :math:`-\infty - (-\infty)` would be NaN.
+# Now the same loop in Triton. First the update of the triple; above each line stands the one of
+# PyTorch that it replaces. ``qk`` is the tile of scores. ``m_exp`` has 0 in place of
+# :math:`-\infty`, because where a mask leaves a query no key yet, :math:`-\infty - (-\infty)` would
+# be NaN.
 
 import triton
 import triton.language as tl
@@ -616,8 +567,6 @@ def _update(acc, l_i, m_i, qk, v):
 
 
 # %%
-# Four details are new.
-#
 # - **tl.dot** multiplies two tiles as matrices, and adds the product to a third operand: here it
 #   computes ``acc * alpha + p @ v``.
 # - **exp2 instead of exp.** The hardware has an instruction for :math:`2^x` and none for
@@ -625,7 +574,8 @@ def _update(acc, l_i, m_i, qk, v):
 #   :math:`\log_2 e = 1.4427`, which joins the scale in ``scale_log2``.
 # - **Weights in 16 bits.** ``p.to(v.dtype)`` rounds the weights to 16 bits if the inputs have 16,
 #   because a :term:`matrix unit` takes both operands in one format.
-# - **input_precision.** ``"ieee"`` keeps every bit of a float32 operand.
+# - **input_precision.** By default, ``tl.dot`` rounds float32 operands to :term:`TF32`, which keeps
+#   10 of their 23 fraction bits. ``"ieee"`` keeps all 23, but cannot use the matrix units.
 #
 # .. dropdown:: What the other choices do to float32
 #
@@ -711,6 +661,20 @@ def run(kernel, q, k, v, is_causal, **options):
 
 
 # %%
+# We run it on the three keys again, now with three queries and a causal mask. ``tl.dot`` needs at
+# least 16 columns, so head_dim is 16, and all columns but the first are zero. The queries are 4,
+# because the scale is :math:`1 / \sqrt{16}`.
+
+q, k, v = torch.zeros(3, 1, 1, 3, 16, device=runtime.DEVICE)
+q[..., 0] = 4
+k[0, 0, :, :1], v[0, 0, :, :1] = three_keys, their_values
+out = run(_first_kernel, q, k, v, is_causal=True)
+print(*(f"{x:.3f}" for x in out[0, 0, :, 0].tolist()))
+
+# %%
+# The first query sees only the first key. The last one sees all three and gets the 28.0 from above.
+
+# %%
 
 
 # Measuring
@@ -736,11 +700,25 @@ def first_cases(kernel):
 lab.check("The first kernel", first_cases(_first_kernel))
 
 # %%
+
+# Reading
+q, k, v = torch.randn(3, 1, 2, 512, 128, device=runtime.DEVICE).half()
+fewer = [x[:, :, 64:].contiguous() for x in (k, v)]
+without = run(_first_kernel, q, *fewer, False, BLOCK_M=128, BLOCK_N=64)
+theirs, (truth, _) = standard_attention(q, k, v), reference.attention(q, k, v, False)
+lost = lab.Case("", "", without, theirs, truth, factor=4).row()
+assert not lost["ok"]
+lab.read(
+    f"**The check, checked.** When we drop one of eight tiles of keys, the error is "
+    f"{lost['error']:.1g} where {lost['tolerance']:.1g} is allowed, so the check rejects the "
+    f"result. At length 4,096 it also rejected one missing tile of 64."
+)
+
+# %%
 # Causal stages
 # -------------
 #
-# With a :term:`causal mask`, a query sees only the keys up to its own position. The first kernel
-# computes every tile, and then discards half of the scores.
+# With a :term:`causal mask`, a query sees only the keys up to its own position.
 #
 # .. image:: /figures/attention-stages.svg
 #    :alt: Six tiles of queries and twelve tiles of keys, half as long. The diagonal runs from the
@@ -751,18 +729,22 @@ lab.check("The first kernel", first_cases(_first_kernel))
 # There are three kinds of tiles:
 #
 # - *whole*: every query sees every key, so no mask is needed.
-# - *cut*: the diagonal passes through, so some scores become :math:`-\infty`.
+# - *cut*: the diagonal passes through, or the keys end within the tile, so some scores become
+#   :math:`-\infty`.
 # - *beyond*: no query sees any key, so there is nothing to compute.
 #
 # In each row the whole tiles come first. So we split the loop into two *stages*, and stop after the
-# cut tiles: only the second stage pays for a mask.
+# cut tiles: only the second stage pays for a mask. Without a causal mask, it computes the last tile
+# if that is only partly filled.
 #
 # Take tile 1 of the figure, with queries 32 to 63 and 16 keys in a tile. Its first query sees 33
 # keys, so these are ``seen_by_all``; its last one sees 64, which are ``seen_by_some``. The first
-# stage ends at key ``whole`` = 33 // 16 · 16 = 32, and the second at key 64: two tiles each.
+# stage ends at key ``whole`` = 33 // 16 · 16 = 32, and the second at key 64: two tiles each. With
+# more queries than keys, the first queries would see fewer than 0 keys, so ``seen_by_all`` is at
+# least 0.
 #
-# ``tl.static_range`` is unrolled when the kernel is compiled, so ``CUT`` is a constant in each of
-# the two loops, and the loop over whole tiles has no mask.
+# ``tl.static_range`` is unrolled when the kernel is compiled, so ``CUT`` is a constant, and the
+# loop over whole tiles has no mask.
 #
 # .. literalinclude:: attention_forward.py
 #    :language: python
@@ -845,25 +827,13 @@ counted = trace(192, 192, True)
 # Reading
 in_stage = [(counted == stage).sum().item() for stage in (1, 2)]
 lab.read(
-    f"**The tiles beyond the diagonal are never computed.** To verify this, an atomic addition "
-    f"records each tile that the kernel computes, and in which stage. Of the {counted.numel()} "
-    f"tiles of the figure, it computed {in_stage[0]} in the first stage, {in_stage[1]} in the "
-    f"second, and none of the {counted.numel() - sum(in_stage)} beyond the diagonal."
+    f"An atomic addition counted the tiles of the figure that the kernel computes: {in_stage[0]} "
+    f"whole, {in_stage[1]} cut, and none of the {counted.numel() - sum(in_stage)} beyond."
 )
 
 # %%
 
-# Folded: Which tiles the kernel computed
-marks = {0: "·", 1: "■", 2: "◪"}
-rows = []
-for number, line in enumerate(counted.tolist()):
-    row = {"queries": f"tile {number}"}
-    rows.append(row | {f"k {n}": marks[visits] for n, visits in enumerate(line)})
-lab.table(rows, "192 queries, 192 keys: ■ whole, ◪ cut, · never computed")
-
-# %%
-
-# Folded: The same at other lengths, counted by the kernel
+# Folded: The same at other lengths
 rows = []
 for seqlen_q, seqlen_k, is_causal in (
     (128, 128, False), (128, 128, True), (100, 127, True), (40, 200, True), (200, 40, True)
@@ -895,11 +865,18 @@ lab.table(rows, "Tiles computed, counted by the kernel")
 #    keys in full attention. So ``STAGE = 3`` runs a loop with the number 1 and one with 2, and
 #    ``STAGE = 1`` runs a single loop with the number 3.
 
+# %% An animation
+# The animation shows both stages with 4 queries and 4 keys in a tile and head_dim 2.
+#
+# .. animation:: attention_loop
+
 # %%
 # **Queries and keys of different length.** A model that has read 997 tokens and now processes 3
 # more has 3 queries and 1,000 keys, and its last query should see all. So this book aligns the
 # diagonal to the *bottom right*: query :math:`i` sees key :math:`j` if
-# :math:`j \le i + \text{seqlen}_k - \text{seqlen}_q`. PyTorch aligns it to the top left.
+# :math:`j \le i + \text{seqlen}_k - \text{seqlen}_q`. PyTorch aligns it to the top left. With more
+# queries than keys, our first queries see no key. Their output is 0, as PyTorch's is under the same
+# mask, where ``standard_attention`` returns NaN.
 #
 # .. tilemap::
 
@@ -930,49 +907,27 @@ for seqlen_q, seqlen_k in ((3, 5), (5, 3)):
     ]
 assert rows[2]["Kernel Book"] == "■■■■■"  # the last of three queries sees all five keys
 
+# Of five queries and three keys, the first two queries see no key.
+q = torch.randn(1, 1, 5, 16, device=runtime.DEVICE)
+k, v = torch.randn(2, 1, 1, 3, 16, device=runtime.DEVICE)
+mask = torch.ones(5, 3, dtype=torch.bool, device=runtime.DEVICE).tril(-2)
+assert not attention(q, k, v, is_causal=True)[0, 0, :2].any()
+assert not F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[0, 0, :2].any()
+assert standard_attention(q, k, v, is_causal=True)[0, 0, :2].isnan().all()
+
 # %%
 
 # Folded: Which keys a query sees, here and in PyTorch
 lab.table(rows, "Which keys a query sees with is_causal")
 
 # %%
-# .. dropdown:: Queries that see nothing
-#
-#    With more queries than keys, the first queries see no key. A softmax over nothing is undefined,
-#    so we need a convention: the output is 0, and lse is the logarithm of an empty sum,
-#    :math:`-\infty`. The table sets this beside PyTorch with the same mask, and beside the first
-#    function of this page, where :math:`-\infty - (-\infty)` makes NaN.
-
-# %%
-
-# Folded: Queries that see nothing, in three versions
-q = torch.randn(1, 1, 5, 16, device=runtime.DEVICE)
-k, v = torch.randn(2, 1, 1, 3, 16, device=runtime.DEVICE)
-out, lse = attention(q, k, v, is_causal=True, return_lse=True)
-mask = torch.ones(5, 3, dtype=torch.bool, device=runtime.DEVICE).tril(-2)
-theirs = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-plain = standard_attention(q, k, v, is_causal=True)
-rows = [
-    {
-        "query": i,
-        "Kernel Book": f"{out[0, 0, i, 0]:.3f}",
-        "lse": f"{lse[0, 0, i]:.3f}",
-        "PyTorch": f"{theirs[0, 0, i, 0]:.3f}",
-        "standard_attention": f"{plain[0, 0, i, 0]:.3f}",
-    }
-    for i in range(5)
-]
-assert not out[0, 0, :2].any()
-lab.table(rows, "5 queries, 3 keys, causal: the first number of each result")
-
-# %%
 # How fast is it?
 # ---------------
 #
 # The yardstick is a :term:`cuBLAS` matmul of two square matrices of size 8,192 in bfloat16. The
-# operations are those counted above, halved for a causal mask. The tiles of our two kernels have
-# 128 queries and 64 keys. Those of the loop in PyTorch have 1,024 of each, because every line of it
-# is a :term:`launch` or more.
+# operations are those counted above, halved for a causal mask. Our two kernels use tiles of 128
+# queries and 64 keys. The package's loop in PyTorch uses 1,024 of each, because every line of it
+# launches a kernel, so small tiles would mean thousands of launches.
 
 
 # Measuring
@@ -993,19 +948,11 @@ def recognised():
     return rows
 
 
-# %%
-
-# Folded: Does torch.compile recognise attention, and replace it by a ready-made kernel?
 matches = lab.measure(
     "Patterns of torch.compile that match standard attention", recognised
 )
-matches
 
 # %%
-# .. dropdown:: What else the two kernels are launched with
-#
-#    They have 8 :term:`warps <warp>`, and ``num_stages=3``, which says how many tiles of keys are
-#    on their way, or in use, at a time, and has nothing to do with the causal stages.
 
 # Measuring
 WIDE = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
@@ -1051,7 +998,6 @@ lab.ladder(
         "PyTorch": "PyTorch, with the table",
         "torch.compile": "the same, compiled",
         "tiled PyTorch": "PyTorch, in tiles",
-        "in stages": "masked tiles skipped",
     },
     lit="in stages",
 )
@@ -1138,17 +1084,13 @@ def step_by_step(seqlen=4096):
     return rows
 
 
-# %%
-
-# Folded: Each step of standard attention, timed by itself
+# Measuring
 one_by_one = lab.measure("Standard attention, one step at a time", step_by_step)
-one_by_one
 
 # %%
 
-# Reading
 
-
+# Measuring
 def at(name, mask):
     return steps.rate(name, mask=mask)
 
@@ -1161,7 +1103,7 @@ times = {row["step"]: row["ms"] for row in one_by_one.rows}
 filling = times.pop("masked_fill_", nan)
 of_steps = times.get("softmax", nan) / (sum(times.values()) or nan)
 copied = machine.rows[0]["copy, GB/s"] if machine.rows else nan
-moved = {row["step"]: row["GB/s"] for row in one_by_one.rows}.get("softmax", nan)
+moved = {row["step"]: row["GB/s"] / copied for row in one_by_one.rows}
 
 
 def wider_numbers(columns=4096):
@@ -1176,59 +1118,73 @@ def wider_numbers(columns=4096):
     return took.get("float32", nan) / took.get("bfloat16", nan)
 
 
-twice_as_wide = wider_numbers()
-lab.read(
-    f"**The table costs more than its bytes.** Without a mask, standard attention reaches "
-    f"{percent('PyTorch', 'full')} of the matmul"
-    + (
-        f", where its bytes would allow {100 * rate_of_table:.0f} %. Of its three steps, timed one "
-        f"by one, softmax takes {100 * of_steps:.0f} % of the time"
-        if steps.share("PyTorch", mask="full") < 0.9 * rate_of_table
-        else ". Of its three steps, timed one by one, softmax takes "
-        f"{100 * of_steps:.0f} % of the time"
-    )
-    + (
-        f", because PyTorch's kernel moves its bytes at only {100 * moved / copied:.0f} % of the "
-        f"speed of a copy. "
-        if moved < 0.5 * copied
-        else ". "
-    )
-    + (
-        f"Memory is not what holds that kernel back: in the chapter on softmax, numbers twice as "
-        f"wide take it {'no' if twice_as_wide < 1.02 else 'hardly'} longer."
-        if moved < 0.5 * copied and twice_as_wide < 1.2
-        else ""
-    )
-)
-
-# %%
-
-# Reading
-
-
 def with_mask(name):
     """How many more milliseconds a version takes with the mask than without."""
     full, causal = (steps.milliseconds_at(name, mask=m) for m in ("full", "causal"))
     return causal - full, 100 * (causal / full - 1)
 
 
+# %%
+
+# Reading
+twice_as_wide, slow_softmax = wider_numbers(), moved.get("softmax", nan) < 0.5
+lab.read(
+    f"**The table costs more than its bytes.** Without a mask, standard attention reaches "
+    f"{percent('PyTorch', 'full')} of the matmul"
+    + (
+        f", although its bytes would allow {100 * rate_of_table:.0f} %. "
+        if steps.share("PyTorch", mask="full") < 0.9 * rate_of_table
+        else ". "
+    )
+    + f"Of its three steps, softmax takes {100 * of_steps:.0f} % of the time. "
+    + (
+        f"Memory is not what limits it: in the chapter on softmax, this kernel takes "
+        f"{'no' if twice_as_wide < 1.02 else 'hardly'} longer for float32 than for bfloat16."
+        if slow_softmax and twice_as_wide < 1.2
+        else ""
+    )
+)
+
+# %%
+
+# Folded: Each step of standard attention, timed by itself
+lab.table(
+    [
+        {
+            "step": row["step"] + " (causal only)" * (row["step"] == "masked_fill_"),
+            "GB moved": row["GB moved"],
+            "ms": row["ms"],
+            "% of the speed of a copy": f"{100 * moved[row['step']]:.0f}",
+        }
+        for row in one_by_one.rows
+    ],
+    "Standard attention at length 4,096, each step timed by itself",
+)
+
+# %%
+
+# Reading
 longer, in_percent = with_mask("PyTorch")
 lab.read(
-    f"**A mask makes it worse.** Only half of the operations count with it, and yet standard "
-    f"attention takes {in_percent:.0f} % longer"
+    f"**A mask makes it worse.** It halves the operations that count, and yet standard attention "
+    f"takes {in_percent:.0f} % longer"
     + (
-        f", mostly because `masked_fill_` reads and writes the table once more: it takes "
-        f"{filling:.1f} of the additional {longer:.1f} ms. "
+        ", mostly because of `masked_fill_`, which reads and writes the table once more"
+        + (
+            f" at only {100 * moved['masked_fill_']:.0f} % of the speed of a copy. "
+            if moved["masked_fill_"] < 0.5
+            else ". "
+        )
         if filling > 0.6 * longer
         else ", and `masked_fill_` reads and writes the table once more. "
     )
     + (
-        "Compiled, it takes about as long with the mask as without"
+        "Compiled, it loses nothing to the mask"
         if not abs(with_mask("torch.compile")[1]) > 25
         else "Compiled, the mask costs time as well"
     )
     + (
-        ", but the table stays, because the compiler does not recognise attention in the formula."
+        ", but the table stays, because the compiler does not recognise attention."
         if not any(row["patterns that match"] for row in matches.rows)
         else "."
     )
@@ -1242,13 +1198,15 @@ under_mask = at("tiled PyTorch", "causal") / at("PyTorch", "causal")
 tile_mib = 4 * 16 * 1024**2 * 2 / 2**20
 lab.read(
     f"**Tiles alone do not help.** In plain PyTorch and without a mask they take {longer:.1f} "
-    f"times as long as the whole table, because every operation still writes its tile for the next "
-    f"one to read"
+    f"times as long as the whole table. "
     + (
-        f", and one of scores, of all 64 heads, has {tile_mib:.0f} MiB, more than L2 holds. "
+        f"A tile of scores for all 64 heads takes {tile_mib:.0f} MiB, more than L2 holds, so the "
+        f"scores still go to memory and back: "
         if tile_mib > l2
-        else ". "
+        else "Every operation still writes its tile for the next one to read: "
     )
+    + "eight times instead of four, because the loop has one operation each for maximum, "
+    "difference, `exp` and sum. "
     + (
         f"With the mask they win by {100 * (under_mask - 1):.0f} %, because they skip tiles."
         if under_mask > 1
@@ -1263,11 +1221,13 @@ lab.read(
 
 # Reading
 unmasked = at("in stages", "full") / at("first kernel", "full") - 1
+faster = at("in stages", "causal") / at("PyTorch", "causal")
 lab.read(
     f"**Tiles that stay on the chip help.** The first kernel reaches "
-    f"{percent('first kernel', 'full')} of the matmul, but with the mask only "
-    f"{percent('first kernel', 'causal')}, because it computes nearly twice as many tiles as "
-    f"needed. Skipping them makes this {percent('in stages', 'causal')}. "
+    f"{percent('first kernel', 'full')} of the matmul without a mask, but only "
+    f"{percent('first kernel', 'causal')} with it, because it computes all tiles, of which half "
+    f"count. The kernel in stages skips the others and reaches {percent('in stages', 'causal')}, "
+    f"which makes it {faster:.1f} times as fast as standard attention. "
     + (
         f"Even without a mask the stages gain {100 * unmasked:.0f} %, because whole tiles skip the "
         f"code of the mask."
@@ -1284,19 +1244,16 @@ computed = keys_in_row * sum(range(1, rows_of_tiles + 1))
 surplus = computed * WIDE["BLOCK_M"] * WIDE["BLOCK_N"] / (4096**2 / 2) - 1
 gap = steps.share("in stages", mask="full") - steps.share("in stages", mask="causal")
 lab.read(
-    f"**Why is it still slower with the mask?** The masked scores in the cut tiles are only "
-    f"{100 * surplus:.0f} % more work. But the programs now differ: the last tile of queries "
-    f"loops over {rows_of_tiles} times as many tiles of keys as the first, and is last in the "
-    f"grid. The next chapter measures what a better order gains."
+    f"**The mask still costs speed,** although the masked scores in the cut tiles are only "
+    f"{100 * surplus:.0f} % more work. The next chapter tries a better order of the programs."
     if not gap <= 0.03
     else "With the mask the kernel is about as fast per operation as without."
 )
 
 # %%
 
-# Reading
 
-
+# Measuring
 def fused(mask):
     """How much of a matmul the backends of SDPA reach in the next chapter, at the same sizes."""
     sweep = (results.find("attention_fast") or {}).get("sweeps", {}).get("forward", {})
@@ -1311,23 +1268,57 @@ def fused(mask):
     return nan, nan
 
 
-flash, cudnn = fused("causal")
-ours = steps.share("in stages", mask="causal")
-better = [n for n, share in (("flash", flash), ("cuDNN", cudnn)) if share < ours]
-lab.read(
-    f"**And PyTorch's own fused attention?** The next chapter times "
-    f"`F.scaled_dot_product_attention` at the same sizes: with the mask, its flash backend reaches "
-    f"{100 * flash:.0f} % of the matmul, and its cuDNN backend {100 * cudnn:.0f} %. "
-    + (
+beside = {
+    mask: (steps.share("in stages", mask=mask), *fused(mask))
+    for mask in ("full", "causal")
+}
+
+# %%
+
+# Reading
+ahead = {
+    name: [mask for mask, found in beside.items() if found[0] > found[1 + place]]
+    for place, name in enumerate(("flash", "cuDNN"))
+}
+
+verdicts = (
+    " and ".join(
         {
-            0: "Both are ahead of our kernel.",
-            1: f"So our plain kernel already passes the {''.join(better)} backend.",
-            2: "So our plain kernel already passes both.",
-        }[len(better)]
+            0: f"is behind the {name} backend",
+            1: f"is ahead of the {name} backend only {'with' if 'causal' in found else 'without'} "
+            "the mask",
+            2: f"is ahead of the {name} backend",
+        }[len(found)]
+        for name, found in ahead.items()
     )
-    if flash == flash
+    + "."
+)
+lab.read(
+    "**And PyTorch's own fused attention?** The next chapter times two of its backends. Our kernel "
+    f"in stages {verdicts} The flash backend is FlashAttention-2, written for the A100, a "
+    "generation before this GPU."
+    if beside["causal"][1] == beside["causal"][1]
     else "PyTorch's own fused attention, `F.scaled_dot_product_attention`, is timed in the next "
     "chapter."
+)
+
+# %%
+
+lab.table(
+    [
+        {"mask": mask}
+        | {
+            name: f"{100 * share:.0f}"
+            for name, share in zip(
+                ("kernel in stages", "PyTorch, flash", "PyTorch, cuDNN"),
+                found,
+                strict=True,
+            )
+        }
+        for mask, found in beside.items()
+        if found[1] == found[1]
+    ],
+    "% of the speed of the matmul, at length 4,096",
 )
 
 # %%
@@ -1336,15 +1327,22 @@ lab.read(
 #    <span id="the-kernel"></span><span id="is-it-right"></span><span id="figure-3"></span>
 #    <span id="figure-4"></span><span id="figure-5"></span><span id="figure-6"></span>
 #
-# What still keeps the kernel from the speed of a matmul is the question of :doc:`the next chapter
-# </chapters/attention_fast>`. Before that, a harder one: would you notice if it were wrong?
+# :doc:`The next chapter </chapters/attention_fast>` asks what still keeps the kernel from the speed
+# of a matmul. But would you notice if it were wrong?
 
 # %%
 # What breaks it
 # --------------
 #
 # We plant four mistakes, one at a time, in a small causal kernel: 64 queries, four tiles of 16
-# keys, float32, and no guard for a query that sees no key. Which queries show the mistake?
+# keys, float32, and no guard for a query that sees no key.
+#
+# .. code-block:: python
+#
+#    p = tl.exp(s)                # no maximum: it should be tl.exp(s - m_new)
+#    seen = i > j                 # > for >=: it should be i >= j
+#    m_i = m_i                    # statistics not updated: it should be m_new
+#    acc = tl.dot(p, v, acc)      # acc not rescaled: it should add to acc * alpha
 
 
 # Whole
@@ -1410,6 +1408,33 @@ rising = 3 * torch.linspace(0, 1, 64, device=runtime.DEVICE).unsqueeze(1)
 
 
 # Drawing
+def guarded(q, k, v, scale, mistake):
+    """The loop of _fragile_kernel in PyTorch, with the guard of this page's kernels."""
+    i = torch.arange(64, device=q.device).view(-1, 1)
+    m_i = torch.full((64, 1), -torch.inf, device=q.device)
+    l_i, acc = torch.zeros_like(m_i), torch.zeros_like(v)
+    for start_n in range(0, 64, 16):
+        j = i[start_n : start_n + 16].T
+        s = q @ k[start_n : start_n + 16].T * scale
+        s = torch.where(i > j if mistake == "> for >=" else i >= j, s, -torch.inf)
+        m_new = torch.maximum(m_i, s.amax(1, keepdim=True))
+        m_exp = m_new.masked_fill(m_new == -torch.inf, 0)
+        alpha, p = torch.exp(m_i - m_exp), torch.exp(s - m_exp)
+        l_i = l_i * alpha + p.sum(1, keepdim=True)
+        acc = acc * alpha + p @ v[start_n : start_n + 16]
+        m_i = m_i if mistake == "statistics not updated" else m_new
+    return acc / l_i.masked_fill(l_i == 0, 1)
+
+
+def fates_of(out, truth):
+    off = (out - truth).abs().amax(1).tolist()
+    nothing = (out == 0).all(1).tolist()
+    return [
+        "NaN" if x != x else "right" if x <= 1e-3 else "zeros" if zeros else "wrong"
+        for x, zeros in zip(off, nothing, strict=True)
+    ]
+
+
 fates = {}
 for mistake, (*tensors, scale) in {
     "right": (q, k, v, 0.25),
@@ -1423,15 +1448,23 @@ for mistake, (*tensors, scale) in {
     out = torch.empty_like(v)
     with runtime.launching_on(q):
         _fragile_kernel[(1,)](*tensors, out, scale, mistake, float("-inf"))
-    off = (out - truth).abs().amax(1).tolist()
-    fates[mistake] = [
-        "NaN" if x != x else "wrong" if x > 1e-3 else "right" for x in off
-    ]
+    fates[mistake] = fates_of(out, truth)
+    assert set(fates_of(guarded(*tensors, scale, "right"), truth)) == {"right"}
+    if mistake in ("> for >=", "statistics not updated"):
+        out = guarded(*tensors, scale, mistake)
+        fates[f"{mistake}, guarded"] = fates_of(out, truth)
 assert set(fates["right"]) == {"right"}
+assert fates["statistics not updated"].count("NaN") == 48
+assert fates["statistics not updated, guarded"].count("zeros") == 48
 
 
 def strips(axes):
-    looks = {"right": "#5b8fc9", "wrong": "#bc4c00", "NaN": "#1f2328"}
+    looks = {
+        "right": "#5b8fc9",
+        "wrong": "#bc4c00",
+        "zeros": "#d4a72c",
+        "NaN": "#1f2328",
+    }
     for end, ink in looks.items():
         axes.barh(0, 0, color=ink, label=end)  # for the legend
     for row, fate in enumerate(fates.values()):
@@ -1442,7 +1475,8 @@ def strips(axes):
             start += width
     for end in (16, 32, 48):
         axes.axvline(end, color="#59636e", linewidth=1, linestyle="--")
-    axes.set_yticks(range(len(fates)), list(fates))
+    names = ["the same, guarded" if "guarded" in name else name for name in fates]
+    axes.set_yticks(range(len(fates)), names)
     axes.set_xticks([0, 16, 32, 48, 63])
     axes.set(xlim=(0, 64), ylim=(len(fates) - 0.5, -0.5), xlabel="query")
     axes.tick_params(axis="y", length=0)
@@ -1450,7 +1484,7 @@ def strips(axes):
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(-0.02, 1),
-        ncols=3,
+        ncols=4,
         handlelength=1,
         fontsize=10,
     )
@@ -1458,7 +1492,7 @@ def strips(axes):
 
 lab.sketch(
     "What becomes of each query",
-    "Five strips of 64 queries. "
+    f"{lab.figures.in_words(len(fates)).capitalize()} strips of 64 queries. "
     + " ".join(
         f"{mistake}: "
         + ", ".join(f"{fate.count(x)} {x}" for x in dict.fromkeys(fate))
@@ -1466,66 +1500,63 @@ lab.sketch(
         for mistake, fate in fates.items()
     ),
     strips,
-    height=2.9,
+    height=3.5,
 )
 
 # %%
-# **No maximum.** ``p = tl.exp(s)`` in place of ``tl.exp(s - m_new)``. On paper the maximum cancels,
-# but in float32 :math:`e^{89}` is infinite, so scores around a hundred give infinity divided by
-# infinity, which is NaN. A mistake that shouts is soon found. The others whisper.
+# **No maximum.** On paper the maximum cancels, but in float32 :math:`e^{89}` is infinite, so scores
+# around a hundred give infinity divided by infinity, which is NaN.
 #
-# **> for >=.** ``seen = i > j`` hides from every query its own key. Only the first one has no other
-# key, and becomes NaN; all others get a plausible number.
+# **> for >=.** Every query loses its own key. Query 0 has no other key and becomes NaN. All others
+# get a plausible number.
 #
-# **Statistics not updated.** ``m_i = m_new`` is missing, so the old maximum stays :math:`-\infty`,
-# ``alpha`` is always 0, and every tile erases those before it. The last 16 queries know only the
-# last tile, and for all others that tile is masked, which without a guard is NaN. With a single
-# tile the result would be right, so a test needs more than one.
+# **Statistics not updated.** The old maximum stays :math:`-\infty`, so ``alpha`` is always 0, and
+# every tile erases those before it. The last 16 queries know only the last tile. For all other
+# queries that tile is masked, which gives NaN. With a single tile the result would be right.
 #
-# **acc not rescaled.** ``acc + p @ v`` in place of ``acc * alpha + p @ v``. The sum ``l`` is still
-# rescaled, so numerator and denominator end on different scales, unless the largest score is in the
-# first tile. Here the scores rise along the keys. The first 16 queries see one tile and are right.
-# And the others? Three numbers of one result, and its largest error:
+# **A guard hides NaN.** In these two mistakes NaN appears only because this kernel has no guard. We
+# ran both again in PyTorch with the guard of ``_update`` and of the last division: the output is
+# then 0, and no NaN warns us.
+#
+# **acc not rescaled.** The sum ``l`` is still rescaled, so numerator and denominator end on
+# different scales, unless the largest score is in the first tile. The first 16 queries see one tile
+# and are right. The others look like this:
 
+# %%
+
+# Measuring
 compare("acc not rescaled", [40], q.abs(), k + rising, v)
 
 # %%
 
-# Folded: No maximum, in numbers
-compare("no maximum", [40], 20 * q, k, v, scale=2.0)
+# Folded: The other three mistakes, in numbers
+others = [
+    compare(mistake, queries, factor * q, k, v, scale)
+    for mistake, queries, factor, scale in (
+        ("no maximum", [40], 20, 2.0),
+        ("> for >=", [0, 1], 1, 0.25),
+        ("statistics not updated", [60], 1, 0.25),
+    )
+]
+type(others[0])("".join(x.html for x in others), "\n\n".join(x.plain for x in others))
 
 # %%
-
-# Folded: > for >=, in numbers
-compare("> for >=", [0, 1], q, k, v)
-
-# %%
-
-# Folded: Statistics not updated, in numbers
-compare("statistics not updated", [60], q, k, v)
-
-# %%
-# **-1e6 in place of minus infinity.** A fifth mistake looks like a remedy: a finite number avoids
-# the NaN of :math:`-\infty - (-\infty)` without a guard. Take a query that sees none of our three
-# keys. All its scores are equal, so it gets the mean of the values that it must not see, where the
-# kernels of this page return 0:
+# **-1e6 in place of minus infinity.** A finite number avoids the NaN of
+# :math:`-\infty - (-\infty)` without a guard. But if a query sees none of our three keys, all its
+# scores are equal, and it gets the mean of the values that it must not see, where the kernels of
+# this page return 0:
 
 unseen = torch.full((3,), -1e6)
-print(torch.softmax(unseen, -1) @ three_values)
+print(torch.softmax(unseen, -1) @ torch.tensor([10.0, 20, 30]))
 
 # %%
 # In short
 # --------
-
-# Reading
-faster = at("in stages", "causal") / at("PyTorch", "causal")
-lab.read(
-    f"The table never has to exist, because a maximum, a sum and a weighted sum per query stand in "
-    f"for all scores already seen. A causal mask sorts the tiles: nearly half need no work, and of "
-    f"the others most need no mask. Together, at length 4,096, this makes causal attention "
-    f"{faster:.0f} times as fast as standard attention, and a mistake in it can hide behind a "
-    f"single tile."
-)
+#
+# The table never has to exist, because a maximum, a sum and a weighted sum per query stand in for
+# all scores already seen. A causal mask sorts the tiles: nearly half need no work, and of the
+# others most need no mask. A test needs several tiles, because with a single tile some mistakes
+# give the right result.
 
 # %%
 # Exercises
