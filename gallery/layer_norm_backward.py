@@ -88,16 +88,17 @@ def simple_backward(x, w, mean, rstd, dy):
 #          holds 6. B stores 3 + 4, and memory holds 7, where it should hold 10.
 #
 # An *atomic add* cannot lose an addition, because the hardware reads, adds and writes in one step.
-# A *lock* cannot either, because under it programs add one at a time. But both make programs meet
-# at one address, once for every row, and whoever comes first adds first, so the rounding differs
-# from run to run. There is a better way:
+# A *lock* cannot either, because under it programs add one at a time. But under both, programs meet
+# at one address, and if each row is added on its own they meet there once for every row. And
+# whoever comes first adds first, so the rounding can differ from run to run. There is a better way:
 #
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    Each program sums *many rows* in registers before it hands over anything. It then stores its
-#    *partial sum* where nobody else writes, and a second kernel adds the partial sums. No program
-#    waits to add, and the order of additions never changes.
+#    Two ideas, which are independent. Each program sums *many rows* in registers before it hands
+#    over anything, so that there is little to hand over. And it stores this *partial sum* where
+#    nobody else writes, so that no program waits to add, and the order of additions never changes.
+#    A second kernel adds the partial sums.
 #
 # .. image:: /figures/layer-norm-partials.svg
 #    :alt: Six rows of x and dy and three programs. Program 0 takes rows 0 and 3, program 1 rows 1
@@ -107,12 +108,13 @@ def simple_backward(x, w, mean, rstd, dy):
 # The mathematics
 # ---------------
 #
-# Not all of the gradient that arrives at :math:`\hat{x}` reaches :math:`x`. Adding a small number
-# to the whole row leaves :math:`\hat{x}` as it is, so the loss does not change. Its slope in that
-# direction is the sum of ``dx``, which must therefore be 0. Scaling the row leaves :math:`\hat{x}`
-# as it is, too, but for epsilon, so the product of ``dx`` with :math:`\hat{x}` is nearly 0. Two
-# parts are taken away: the mean of what arrives, ``c2``, and its part along :math:`\hat{x}`, which
-# is :math:`\hat{x}` times a number, ``c1``.
+# Not all of the gradient that arrives at :math:`\hat{x}` reaches :math:`x`. Adding one small number
+# to every element of the row leaves :math:`\hat{x}` as it is, so the loss does not change. The
+# slope of the loss in that direction is the sum of ``dx``, which must therefore be 0. Scaling the
+# deviations from the mean also leaves :math:`\hat{x}` as it is, apart from epsilon, so the dot
+# product of ``dx`` with :math:`\hat{x}` is nearly 0. Two parts are taken away: the mean of what
+# arrives, ``c2``, and its part along :math:`\hat{x}`, which is :math:`\hat{x}` times a number,
+# ``c1``.
 #
 # Here is the forward chapter's row of eight, with its mean m and ``rstd`` r, weights of 2 and no
 # epsilon. Only its first output has a gradient, 4:
@@ -169,8 +171,8 @@ assert abs(grown / 0.001 - dx_of_eight[0, 0]) < 0.01
 lab.read(
     "A nudge confirms the first number of `dx`: with 1.001 in place of the 1 the loss, four times "
     f"the first output because `dy` is 4, grows by {grown:.4f}, {dx_of_eight[0, 0]:.0f} times the "
-    "nudge. To the first column of `dw` this row adds `dy * xhat`, "
-    f"{(dy_of_eight * hat)[0, 0]:.0f}, and to that of `db` {dy_of_eight[0, 0]:.0f}."
+    "nudge. In the first column, this row adds `dy * xhat` = "
+    f"{(dy_of_eight * hat)[0, 0]:.0f} to `dw` and `dy` = {dy_of_eight[0, 0]:.0f} to `db`."
     "".replace("-", "−")
 )
 
@@ -351,7 +353,8 @@ lab.source(sum_my_rows)
 # %%
 # Program 0 of three takes rows 0, 3, 6 and so on. From ``c1`` to ``dx`` the loop is step 6, in the
 # same names. ``cols`` are the columns of a row, filled up to a power of two. In the filling ``dy``
-# is 0, so it adds nothing to any sum.
+# is 0, so it adds nothing to any sum (with one exception, a row of equal and huge numbers, which
+# the operator's kernel handles).
 #
 # After the loop each program holds its sums, and the question of this chapter remains: how does it
 # hand them over? The next three sections change only the lines after ``sum_my_rows``.
@@ -360,8 +363,9 @@ lab.source(sum_my_rows)
 # -------------------------------
 #
 # All programs share one *buffer* in main memory, two rows of zeros at first, and an
-# :term:`atomic` add puts each number into it in one indivisible step. The host reads the sums after
-# the kernel, so nothing else has to be ordered, and ``relaxed`` says so:
+# :term:`atomic` add puts each number into it in one indivisible step. ``sem`` says which other
+# memory accesses the add must be ordered with. Here it is none, because the sums are read only
+# after the kernel has ended, so ``"relaxed"`` is enough. The lock in the next section needs more:
 #
 # .. code-block:: python
 #
@@ -397,8 +401,9 @@ def with_atomics(x, w, mean, rstd, dy, n_programs):
 
 
 # %%
-# The order of these additions is whatever order the programs come in. And only what the hardware
-# can do in one step can be done this way. For all else there is the general tool.
+# The order of these additions is whatever order the programs come in. And this way works only for
+# operations that the hardware has as one step, such as adding a number. To merge two values that
+# belong together, such as the maximum and sum of an online softmax, there is a general tool.
 #
 # The general way: a lock
 # -----------------------
@@ -480,14 +485,10 @@ lab.read(
 # -------------------
 #
 # How fast is each way, and how does it depend on the number of programs? The figure times the three
-# kernels above on 32,768 rows of 1,024 columns, in float32. With 128 programs each sums 256 rows,
-# with 16,384 two. The dashed line is a copy of ``dy``, and 100 % its bytes per second.
-#
-# .. dropdown:: The second kernel in this figure
-#
-#    ``add_kernel`` loads one buffer at a time, so each load waits for the one before. With hundreds
-#    of buffers that takes longer than all the rest, so here the operator's second kernel adds the
-#    buffers. It loads 128 of them at a time.
+# ways on 32,768 rows of 1,024 columns, in float32. One kernel is replaced: ``add_kernel`` loads one
+# buffer at a time, which with hundreds of buffers takes longer than all the rest, so the operator's
+# second kernel, which loads 128 at a time, adds the partial sums here. With 128 programs each sums
+# 256 rows, with 16,384 two. The dashed line is a copy of ``dy``, and 100 % its bytes per second.
 
 
 # Measuring
@@ -551,19 +552,37 @@ fewest, most = PROGRAMS[0], PROGRAMS[-1]
 queue = [ways.milliseconds_at("one lock", programs=n) for n in (1024, most)]
 turn = 1e6 * (queue[1] - queue[0]) / (most - 1024)
 atomics = of_ways["atomic add", best] - of_ways["Kernel Book", best]
+of_x, few_of, many_of = (
+    12 * 32768 // most,
+    *(of_ways["Kernel Book", n] for n in (fewest, most)),
+)
+allowed = 100 * of_x / (of_x + 16)  # x, dy, dx of float32, without the sums
+sms = (ways.provenance or {}).get("sm_count", 0)
 lab.read(
     f"Partial sums are fastest with {best:,} programs of {32768 // best} rows each, at "
     f"{of_ways['Kernel Book', best]:.0f} % of a copy. "
     + (
-        f"With {most:,} programs they reach {of_ways['Kernel Book', most]:.0f} %, because the "
-        "sums are then much of the traffic. "
-        if of_ways["Kernel Book", most] < 0.9 * of_ways["Kernel Book", best]
+        f"With {most:,} programs they reach {many_of:.0f} %: the sums are then 16 of every "
+        f"{of_x + 16} bytes, which alone would allow {allowed:.0f} %"
+        + (
+            ", and the rest of the loss is not explained here. "
+            if many_of < allowed - 5
+            else ". "
+        )
+        if many_of < 0.9 * of_ways["Kernel Book", best]
         else ""
     )
     + (
-        f"With {fewest} they reach {of_ways['Kernel Book', fewest]:.0f} %, because so few "
-        "programs have too few loads on the way to keep the memory busy. "
-        if of_ways["Kernel Book", fewest] < 0.9 * of_ways["Kernel Book", best]
+        f"With {fewest} they reach {few_of:.0f} %"
+        + (" too" if f"{few_of:.0f}" == f"{many_of:.0f}" else "")
+        + ": "
+        + (
+            f"there is not even one program for each of the {sms} SMs, "
+            if fewest < sms
+            else ""
+        )
+        + "probably too few loads on the way to keep the memory busy. "
+        if few_of < 0.9 * of_ways["Kernel Book", best]
         else ""
     )
     + f"At {best:,} programs an atomic add reaches {of_ways['atomic add', best]:.0f} %"
@@ -575,18 +594,19 @@ lab.read(
     + f"One lock reaches {of_ways['one lock', best]:.0f} %"
     + (
         ", because the programs queue for it: from 1,024 programs to "
-        f"{most:,}, each further program makes the run {turn:,.0f} nanoseconds longer."
+        f"{most:,}, each further program adds about {turn / 1e3:.1f} microseconds."
         if turn > 0 and of_ways["one lock", best] < of_ways["Kernel Book", best]
         else "."
     )
 )
 
 # %%
-# What if there are more locks? The operator's kernel, which also takes 16-bit numbers, can spread
-# its programs over 64 buffers with a lock each. So is it the lock that costs, or that each program
-# sums few rows? The next figure varies both. *Per tile*, there is a program for every two rows of
-# 1,024 columns, or for one longer row. *Per program*, each takes many rows before it hands over.
-# Triton's own tutorial takes its lock for every row.
+# Is it the lock that costs, or that each program sums few rows? To find out we take the kernel of
+# ``layer_norm``, the book's operator. It also takes 16-bit numbers, and can spread its programs
+# over 64 buffers with a lock each, so that fewer wait at one. The next figure varies both. *Per
+# tile*, there is a program for every two rows of 1,024 columns, or for one longer row. *Per
+# program*, each takes many rows before it hands over. Triton's own tutorial takes a lock for every
+# row, close to the lock per tile here.
 
 
 # Measuring
@@ -674,27 +694,25 @@ of_lock, of_sums_alone = (
 ahead_by = [
     race_share["Kernel Book", n] - race_share["lock per program", n] for n in WIDTHS
 ]
+tiles, mib = 16384, 2 * 8192 * 4 / 2**20  # tiles of one row, and the MiB of a buffer
+tile_lock, tile_sums = (
+    race_share[name, 8192] for name in ("lock per tile", "partial sums per tile")
+)
 lab.read(
     f"How many rows a program sums counts most: on {gpu} at 1,024 columns, many rows make the "
     f"locks {of_lock:.0f} times as fast, and partial sums {of_sums_alone:.0f} times. Partial sums "
     f"are then {ahead_by[0]:.0f} points ahead of the locks, and in rows of 8,192 columns "
-    f"{max(ahead_by[1], 0):.0f}. PyTorch's operations reach "
-    f"{100 * race.share('simple_backward', columns=1024):.0f} %, of at most the 12 that their "
-    "bytes allow."
-)
-
-# %%
-
-# Folded: More: where locks are faster than partial sums
-tiles, mib = 16384, 2 * 8192 * 4 / 2**20  # tiles of one row, and the MiB of a buffer
-locks_ahead = (
-    race_share["partial sums per tile", 8192] < race_share["lock per tile", 8192]
-)
-lab.read(
-    "Per tile, in rows of 8,192 columns, locks are "
-    + ("faster" if locks_ahead else "not faster")
-    + f" than partial sums. There partial sums fill {tiles:,} buffers, {tiles * mib / 2**10:.0f} "
-    f"GiB, while the 64 buffers under locks are {64 * mib:.0f} MiB and can stay in the L2 cache."
+    f"{max(ahead_by[1], 0):.0f}. "
+    + (
+        f"Per tile at 8,192 columns the locks win, {tile_lock:.0f} to {tile_sums:.0f} %: partial "
+        f"sums then fill {tiles * mib / 2**10:.0f} GiB of buffers, the locks' 64 only "
+        f"{64 * mib:.0f} MiB. "
+        if tile_lock > tile_sums + 1
+        else ""
+    )
+    + "PyTorch's separate operations reach "
+    f"{100 * race.share('simple_backward', columns=1024):.0f} %; the bytes they move would allow "
+    "12 % at most."
 )
 
 # %%
@@ -789,11 +807,11 @@ share_of_sums = [  # two float32, written and read: 16 bytes; x, dy, dx: 6
 ] or [nan]
 narrow = of_sums.get(1024, {"rows of sums": nan})["rows of sums"]
 lab.read(
-    f"At 1,024 columns the operator launches {narrow:.0f} programs for 32,768 rows, about "
-    f"{32768 / narrow:.0f} rows each. Their buffers are cheap: written and read, they add "
+    f"At 1,024 columns the operator launches {narrow:.0f} programs of about {32768 / narrow:.0f} "
+    "rows each, whose buffers are cheap: written and read, they add "
     f"{share_of_sums[0]:.1f} % to the bytes of `x`, `dy` and `dx` in bfloat16"
     + (
-        f", and no more than that up to {max(of_sums, default=0):,} columns."
+        "."
         if max(share_of_sums) <= share_of_sums[0]
         else f", and at most {max(share_of_sums):.1f} % up to {max(of_sums, default=0):,} columns."
     )
@@ -818,9 +836,8 @@ lab.table(
 )
 
 # %%
-# The operator's kernel does more than ``partial_kernel``: it takes several short rows at once and
-# numbers of 16 bits. And it loads *ahead*: its next rows are copied into :term:`shared memory`, the
-# fast storage of the SM, while it works on a row.
+# The operator's kernel also takes several short rows at once. And it loads *ahead*: its next rows
+# are copied into :term:`shared memory`, the fast storage of the SM, while it works on a row.
 
 # Folded: The operator's kernels whole
 lab.listing(
@@ -851,9 +868,9 @@ lab.listing(
 # Is it right?
 # ------------
 #
-# Fast is worth nothing if it is wrong, so all gradients are compared with float64. Their error may
-# be at most twice PyTorch's own, or one unit in the last place (:term:`ulp`); in float32 it may be
-# four times PyTorch's for ``dx``, and eight times for ``dw`` and ``db``.
+# All gradients are compared with float64. Their error may be at most twice PyTorch's own, or one
+# unit in the last place (:term:`ulp`); in float32 it may be four times PyTorch's for ``dx``, and
+# eight times for ``dw`` and ``db``.
 #
 # .. dropdown:: Why more in float32, and what the second check is
 #
@@ -923,9 +940,9 @@ lab.check("Both reductions", lock_cases())
 # How fast is it?
 # ---------------
 #
-# Now the libraries. The yardstick is again a copy, which moves :math:`2 N` where the backward pass
-# moves :math:`3 N`: what counts is bytes per second. There are 32,768 rows up to 4,096 columns, and
-# :math:`2^{27}` numbers in longer rows.
+# The yardstick is again a copy, which moves :math:`2 N` where the backward pass moves :math:`3 N`:
+# what counts is bytes per second. There are 32,768 rows up to 4,096 columns, and :math:`2^{27}`
+# numbers in longer rows.
 #
 # .. dropdown:: How the libraries are called
 #
@@ -1010,7 +1027,17 @@ lab.plot(backward, "Backward, float32", share=True, where={"dtype": "float32"})
 
 # Reading
 losses = backward.losses(*in_dtypes)
-lab.read(f"{backward.summary(**in_dtypes[1])} {backward.losses_in_words(*in_dtypes)}")
+in_float32 = [
+    100 * backward.share("Kernel Book", dtype="float32", columns=n) for n in COLUMNS
+]
+lab.read(
+    f"In float32 the kernel reaches {min(in_float32):.0f} % to {max(in_float32):.0f} %. "
+    + (
+        "The table lists where a library is ahead by more than 1 %."
+        if losses
+        else "In neither is a library ahead by more than 1 %."
+    )
+)
 
 # %%
 
@@ -1027,7 +1054,7 @@ drop = [
 ]
 lab.read(
     f"From 8,192 columns to 32,768 our kernel falls from {drop[0]:.0f} to {drop[1]:.0f} % in "
-    "bfloat16. What happens in between?"
+    "bfloat16. Why?"
 ) if drop[1] < drop[0] - 5 else None
 
 # %%
@@ -1049,7 +1076,7 @@ lab.read(
 #          in the next and finished in the one after. In iteration 1, row 0 is finished, row 1 is
 #          published and row 2 is loaded.
 
-# Folded: Steps 1 and 3 in the kernel
+# Folded: Publish and finish in the kernel
 lab.source(split_bwd_kernel, "publish", "finish")
 
 # %%
@@ -1071,9 +1098,9 @@ lab.source(split_bwd_kernel)
 #    slots of its own. If a slot stays empty for ``max_polls`` looks, the program computes all parts
 #    itself, and all its ``THREADS`` have to agree on that.
 #
-# Do wide rows lose their time by waiting? The table changes one thing at a time, in bfloat16. Its
-# last line runs the same kernel on rows of 2,048 columns: each part is then a row of its own, and
-# nobody waits.
+# Do wide rows lose their time by waiting? The table varies the loads ahead, the programs per SM and
+# the sharing, in bfloat16. Its last line runs the same kernel on rows of 2,048 columns: each part
+# is then a row of its own, and nobody waits.
 
 # %%
 
@@ -1149,21 +1176,19 @@ def ahead_said():
     )
     if three - none >= 10:
         said += (
-            "It matters more how many bytes are on their way while a program computes. Without its "
-            f"loads ahead, the kernel for whole rows falls from {three:.0f} to {none:.0f} %. "
+            "What helps is to have more bytes on their way while a program computes, though the "
+            "rows of the table with more programs per SM also have more threads at work. Without "
+            f"its loads ahead, the kernel for whole rows falls from {three:.0f} to {none:.0f} %. "
         )
         if packed < three:
-            said += "A packed row takes all registers of an SM, so it has nothing ahead either. "
+            said += "A packed row fills the registers, so it has nothing ahead either. "
     if four > 1.15 * two > 1.15 * one:
         said += (
             f"Shared rows rise from {one:.0f} to {four:.0f} % with the programs on an SM, and four "
             "use up its registers. "
         )
     if min(none, packed) > four:
-        said += (
-            "That is still less than whole rows reach with nothing ahead, so bytes on their way "
-            "are not all that shared rows lack."
-        )
+        said += "Whole rows reach more with nothing ahead, so shared rows lack something else, too."
     return said
 
 
@@ -1197,10 +1222,9 @@ lab.facts(
 # What breaks it
 # --------------
 #
-# **The lock orders nothing.** Are all four protections of ``lock_kernel`` needed? This kernel adds
-# rows to one buffer, as that one does, but without barriers, or without ``acquire`` or ``release``
-# (``relaxed`` orders nothing). The rows hold small integers, so any difference means a lost
-# addition.
+# **A lock without its protections.** Are all four protections of ``lock_kernel`` needed? This
+# kernel adds rows to one buffer, but without barriers, or without ``acquire`` or ``release``. The
+# rows hold small integers, so any difference means a lost addition.
 
 
 @triton.jit
@@ -1296,8 +1320,15 @@ def lost_additions():
 # %%
 
 # Measuring
+PLAINLY = {"both": "acquire, release and barriers", "neither": "nothing"}
 lost = lab.measure("A sum of 500 rows, with and without protection", lost_additions)
-lost
+lab.table(
+    [
+        row | {"protected by": PLAINLY.get(row["protected by"], row["protected by"])}
+        for row in lost.rows
+    ],
+    f"A sum of 500 rows, with and without protection, on {gpu}",
+) if lost.rows else lost
 
 # %%
 
@@ -1316,14 +1347,17 @@ each = ""
 if not any(
     one != one for one in alone.values()
 ):  # a record may be older than these two
-    missed = [name for name, one in alone.items() if one]
-    counts = " and ".join(f"without `{name}` {one}" for name, one in alone.items())
-    each = f"Of a hundred runs, {counts} are wrong. " + (
-        "So each of them is needed. "
-        if len(missed) == 2
-        else "That no run missed the other does not make it superfluous. "
-        if missed
-        else "Missing alone, neither did harm here, which does not make it superfluous. "
+    unharmed = [name for name, one in alone.items() if not one]
+    counts = {0: "none is", 1: "one run of 100 is", 100: "all 100 runs are"}
+    each = "; without ".join(
+        f"`{name}`, {counts.get(one, f'{one} of 100 runs are')} wrong"
+        for name, one in alone.items()
+    ).replace("none is wrong", "none is" if len(unharmed) == 1 else "no run is wrong")
+    each = f"Without {each}. " + (
+        f"That does not make {' or '.join(f'`{name}`' for name in unharmed)} superfluous: these "
+        "runs did not need it, but nothing guarantees the order without it. "
+        if unharmed
+        else "So each of them is needed. "
     )
 why = "Without the barriers no run is wrong, which does not make them superfluous."
 if wrong["acquire and release alone"]:
@@ -1334,7 +1368,7 @@ if wrong["acquire and release alone"]:
 elif barriers_left == 1:
     why = (
         "Without the barriers no run is wrong, because the compiler puts the first one back, as "
-        "the PTX below shows. The second is really missing, and these runs happened not to need it."
+        "the PTX below shows. The second is missing, which these runs did not need."
     )
 lab.read(
     f"{each}Without both "
@@ -1360,12 +1394,17 @@ lab.table(
 # %%
 
 # Folded: The PTX of every version
-ptx
+lab.table(
+    [
+        row | {"protected by": PLAINLY.get(row["protected by"], row["protected by"])}
+        for row in ptx.rows
+    ],
+    f"From taking the lock to giving it back, on {gpu}",
+) if ptx.rows else ptx
 
 # %%
-# **The sums are kept in 16 bits.** float16 has 11 significant bits and bfloat16 8, so a sum of ones
-# stops at :math:`2^{11}` and :math:`2^8`.
 
+# Measuring
 ones, counted = torch.ones(5000, 4, device=runtime.DEVICE), {}
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     total = torch.zeros(4, device=runtime.DEVICE, dtype=dtype)
@@ -1377,9 +1416,11 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 
 # Reading
 exact, half, brain = counted.values()
+assert exact == 5000
 lab.read(
-    f"Of 5,000 rows with `dy` = 1, one sum `db` is {exact:,.0f} in float32, {half:,.0f} in float16 "
-    f"and {brain:,.0f} in bfloat16."
+    "**The sums are kept in 16 bits.** A sum `db` of 5,000 ones stops at "
+    f"{half:,.0f} in float16, which has 11 significant bits, and at {brain:,.0f} in bfloat16, "
+    "which has 8."
 )
 
 # %%
