@@ -543,8 +543,8 @@ lab.read(
     f"{where} it does. "
     * (obvious != "zero")
     + "We fill each of 200 rows with a thousand copies of one number between 1,000 and 1,100. The "
-    "output should be zero, but where the variance is near 0 an error of the mean is divided by the"
-    " square root of `eps`, and so grows 316 times. "
+    "output should be zero, but an error of the mean is divided by the root of `eps`, and grows "
+    "316 times. "
     f"{where if obvious == 'zero' else 'Here'} the largest output of our kernel is "
     f"{obvious}, and PyTorch's is {theirs}. With the correction that follows, ours is {corrected}."
 )
@@ -576,9 +576,9 @@ lab.listing({"The kernel": norm_kernel, "Its launch": norm})
 #
 #    \sum_j \big( (x_j - m) + c \big)^2 = \sum_j (x_j - m)^2 + N c^2
 #
-# because the mixed term, :math:`2c \sum (x_j - m)`, is 0. (For equal numbers both terms are
-# rounding errors and the difference may be negative; the operator then sets it to 0.) Take two
-# neighbours in float32, which has no number between them for their mean:
+# because the mixed term, :math:`2c \sum (x_j - m)`, is 0. (Where only rounding errors are left, the
+# operator makes ``m2`` 0.) Take two neighbours in float32, which has no number between them for
+# their mean:
 
 
 # Drawing

@@ -457,27 +457,11 @@ def calls_in_a_row(rounds=5):
 # Measuring
 in_a_row = lab.measure("A softmax of 64 × 1,024, by clock and wait", calls_in_a_row)
 per_call = {n: cell(in_a_row, n, "µs per call, median") for n in IN_A_ROW}
-alone, tenth, longest = per_call[1], per_call[10], per_call[IN_A_ROW[-1]]
-settled = min(per_call.values())
 
 # %%
 
 # Folded: One call alone, and many in a row
 in_a_row
-
-# %%
-
-# Reading
-lab.read(
-    f"In a row of ten, a call of the small softmax takes {tenth:.0f} µs instead of {alone:.0f}, "
-    "because ten calls share one wait, and probably because the host is slower right after a wait."
-    + (
-        f" In a row of {IN_A_ROW[-1]:,} it takes {longest:.0f}, more than in shorter rows. So "
-        "**compare host times only within one loop**, with rows of one length."
-        if longest > 1.2 * settled
-        else ""
-    )
-)
 
 # %%
 # **CUDA graphs.** All of this can be paid once. A :term:`CUDA graph` records the launches of a
@@ -662,8 +646,7 @@ lab.read(
         else f"The longest first call is that of {NAMES[slowest_first]}: "
     )
     + f"{times[slowest_first][0] / 1e3:.1f} seconds, about {round(ratio_of_first, -4):,.0f} times "
-    "the tenth call. The first matmul is slow too, although it comes compiled; what else a first "
-    "call prepares, we did not take apart."
+    "the tenth call."
 )
 
 # %%
@@ -1233,9 +1216,7 @@ lab.read(
     f"{resolved:.2g} % apart, so {counts_as_none:g} % is our threshold for kernels timed **in one "
     "loop**. Across loops it is none"
     + (
-        f": from one run to the next, A itself moved by up to {between_runs:.2g} %, and this page "
-        f"has {small[best]:.1f} and {cell(in_the_loop, 'softmax of 64 × 1,024', 'A, µs'):.1f} µs "
-        "for one and the same softmax."
+        f": from one run to the next, A itself moved by up to {between_runs:.2g} %."
         if between_runs > 1.2 * resolved
         else ", because we tested it on these three kernels only."
     )
@@ -1294,10 +1275,10 @@ apart = {
     for kind in ("fixed", "drawn")
 }
 lab.read(
-    "The order of the runs can be such a difference. Timed in long batches without a pause, in a "
-    "**fixed order** in which A always follows the large matmul and B follows A, one function "
-    f"under two names differs from itself by up to {apart['fixed']:.1f} %; in an order that is "
-    f"drawn anew for each round, by up to {apart['drawn']:.1f} %."
+    "The order of the runs can be such a difference. In long batches without a pause and in a "
+    "**fixed order** (the large matmul, A, B), one function under two names differs from itself "
+    f"by up to {apart['fixed']:.1f} %; in an order drawn anew for each round, by up to "
+    f"{apart['drawn']:.1f} %."
     + (
         " An early version of this book timed in a fixed order, and what came after the matmul "
         "looked slower than it is."
@@ -1505,7 +1486,7 @@ def sum_of_1000(number, accumulator):
 FOUR_WAYS = {  # of numbers: accumulators, and whether the numbers are cast before
     "float32": [("float32", False)],
     "float16": [("float16", False), ("float32", False), ("float32", True)],
-    "bfloat16": [("bfloat16", False), ("float32", False), ("float32", True)],
+    "bfloat16": [("bfloat16", False), ("float32", False)],
 }
 
 
@@ -1525,8 +1506,7 @@ def sums():
 
 rows = list(sums())
 by_way = {(row["numbers in"], row["accumulator in"]): row["sum"] for row in rows}
-for dtype in ("float16", "bfloat16"):
-    assert by_way[dtype, "float32"] == by_way[f"{dtype}, cast first", "float32"]
+assert by_way["float16", "float32"] == by_way["float16, cast first", "float32"]
 lab.table(rows, "0.01, added a thousand times")
 
 # %%
@@ -2313,8 +2293,8 @@ lab.read(found) if found else None
 # What breaks it: counting the wrong bytes
 # ----------------------------------------
 #
-# A share of a limit is only as honest as its count of bytes. Made of five PyTorch operations, as at
-# the beginning of :doc:`/chapters/softmax`, softmax reads and writes eight matrices:
+# Made of five PyTorch operations, as at the beginning of :doc:`/chapters/softmax`, softmax reads
+# and writes eight matrices:
 #
 # .. code-block:: python
 #
