@@ -190,8 +190,8 @@ class Chapters(SphinxDirective):
             gpus = list(dict.fromkeys(found["provenance"]["gpu"] for found in primary()))
             return (
                 f"All chapters together take about {hours} hours to read. The blue number on a "
-                f"card compares the chapter’s kernel with what you would otherwise call, from the "
-                f"worst to the best of the inputs that the chapter times on "
+                f"card is the speed of the chapter’s kernel, divided by that of what stands behind "
+                f"the number, from the worst to the best of the inputs that the chapter times on "
                 f"{gpus[0] if gpus else 'no GPU yet'}: above 1, ours is faster."
             )
         *others, last = (f"{pace} {kind}" for kind, pace in PACE.items())
