@@ -1437,7 +1437,8 @@ fixed_wins = not unlike.get(FIXED, 1) and speed[FIXED] > 1.01 * max(
 lab.read(
     f"**Nor are the same bits ours alone.** FlashAttention's deterministic mode repeats its bits, "
     f"too, and is faster: at 4,096 tokens with a causal mask it reaches {speed[FIXED]:.0f} TFLOP/s "
-    f"in an experiment of its own, and two sweeps reach {in_figure:.0f} in the causal figure."
+    f"where two sweeps reach {speed['Kernel Book']:.0f}, both with a warm cache and shorter "
+    f"pauses; in the causal figure two sweeps reach {in_figure:.0f}."
     if fixed_wins
     else "**Which libraries give the same bits in every run?** The table below says so."
 )
@@ -1731,8 +1732,8 @@ lab.read(
 
 # Reading
 lab.read(
-    f"If they were hidden, one sweep would take as long as its matmuls, {at_once:.1f} ms, and beat "
-    f"two."
+    f"If the additions were hidden, one sweep would take as long as its matmuls, {at_once:.1f} ms, "
+    f"and beat two."
     if at_once < min(two + saved, together)
     else f"The five matmuls alone take {at_once:.1f} ms, and do not clearly beat two sweeps."
 )
@@ -1970,7 +1971,8 @@ lab.table(
 # The weights need not be stored, because one number per query, ``lse``, brings them back, and
 # another, ``delta``, stands for the sum over all keys. Two sweeps give each sum a program of its
 # own, and so the same bits in every run, for seven matmuls instead of five. One sweep needs only
-# five, and loses in plain Triton, probably because its additions mostly wait for its matmuls.
+# five, and loses in plain Triton, probably because its matmuls and its additions take turns; what
+# its spills cost, we have not measured.
 
 # Reading
 lab.read(

@@ -222,9 +222,8 @@ last = fits[-1] if fits else {}
 lab.read(
     f"At length {last.get('length', nan):,} standard attention needs "
     f"{last.get('PyTorch, MiB', nan) / 1024:,.1f} GiB"
-    + (f", and at {fails[0]:,} it runs out of memory" if fails else "")
-    + f". The book's kernel needs {last.get('Kernel Book, MiB', nan):,.1f} MiB, one number per "
-    f"query."
+    + f", and the book's kernel {last.get('Kernel Book, MiB', nan):,.1f} MiB, one number per query."
+    + (f" At {fails[0]:,} standard attention runs out of memory." if fails else "")
 )
 
 # %%
@@ -738,10 +737,10 @@ lab.read(
 # if that is only partly filled.
 #
 # Take tile 1 of the figure, with queries 32 to 63 and 16 keys in a tile. Its first query sees 33
-# keys, so these are ``seen_by_all``; its last one sees 64, which are ``seen_by_some``. The first
-# stage ends at key ``whole`` = 33 // 16 · 16 = 32, and the second at key 64: two tiles each. With
-# more queries than keys, the first queries would see fewer than 0 keys, so ``seen_by_all`` is at
-# least 0.
+# keys, and all later ones see these, too: ``seen_by_all``. Its last one sees 64: ``seen_by_some``.
+# The first stage ends at key ``whole`` = 33 // 16 · 16 = 32, and the second at key 64: two tiles
+# each. With more queries than keys, the first queries would see fewer than 0 keys, so
+# ``seen_by_all`` is at least 0.
 #
 # ``tl.static_range`` is unrolled when the kernel is compiled, so ``CUT`` is a constant, and the
 # loop over whole tiles has no mask.
@@ -1179,12 +1178,13 @@ lab.read(
         else ", and `masked_fill_` reads and writes the table once more. "
     )
     + (
-        "Compiled, it loses nothing to the mask"
+        "Compiled, it takes no longer with the mask"
         if not abs(with_mask("torch.compile")[1]) > 25
         else "Compiled, the mask costs time as well"
     )
     + (
-        ", but the table stays, because the compiler does not recognise attention."
+        ", but the table stays whole, because the compiler does not recognise attention, and only "
+        "half of that work counts."
         if not any(row["patterns that match"] for row in matches.rows)
         else "."
     )
@@ -1245,7 +1245,8 @@ surplus = computed * WIDE["BLOCK_M"] * WIDE["BLOCK_N"] / (4096**2 / 2) - 1
 gap = steps.share("in stages", mask="full") - steps.share("in stages", mask="causal")
 lab.read(
     f"**The mask still costs speed,** although the masked scores in the cut tiles are only "
-    f"{100 * surplus:.0f} % more work. The next chapter tries a better order of the programs."
+    f"{100 * surplus:.0f} % more work. One suspect is uneven work: the last tile of queries meets "
+    f"far more tiles of keys than the first. The next chapter tries a better order of the programs."
     if not gap <= 0.03
     else "With the mask the kernel is about as fast per operation as without."
 )
@@ -1514,8 +1515,8 @@ lab.sketch(
 # every tile erases those before it. The last 16 queries know only the last tile. For all other
 # queries that tile is masked, which gives NaN. With a single tile the result would be right.
 #
-# **A guard hides NaN.** In these two mistakes NaN appears only because this kernel has no guard. We
-# ran both again in PyTorch with the guard of ``_update`` and of the last division: the output is
+# **A guard hides NaN.** In the last two mistakes NaN appears only because this kernel has no guard.
+# We ran both again in PyTorch with the guard of ``_update`` and of the last division: the output is
 # then 0, and no NaN warns us.
 #
 # **acc not rescaled.** The sum ``l`` is still rescaled, so numerator and denominator end on

@@ -184,7 +184,7 @@ four, (small_a, small_b), (small_k0, small_k1) = (3, 6, 7, 2), (13, 11), (5, 9)
 after_round = (high_b ^ four[1] ^ small_k0, low_b, high_a ^ four[3] ^ small_k1, low_a)
 lab.read(
     f"With words of 4 bits, A = {small_a}, B = {small_b} and a seed of ({small_k0}, {small_k1}), "
-    f"one round makes {after_round} of the counter {four}: {small_b} · {four[2]} is "
+    f"one round turns the counter {four} into {after_round}: {small_b} · {four[2]} is "
     f"{high_b} · 16 + {low_b}, so the first word is {high_b} ⊕ {four[1]} ⊕ {small_k0} = "
     f"{after_round[0]} and the second {low_b}. The other two come from {small_a} · {four[0]}."
 )
@@ -297,6 +297,7 @@ def four_operations():
 steps = lab.attempt(
     "The operations of simple_dropout, 2²⁸ elements, float16", four_operations
 )
+steps
 
 # %%
 
@@ -381,7 +382,7 @@ lab.read(
 # One number per call
 # -------------------
 #
-# Is a number drawn sooner than loaded? The second kernel loads no mask. In its place stands
+# Is drawing a number faster than loading a mask? The second kernel loads none. In its place stands
 # ``keep = tl.rand(seed, offsets, N_ROUNDS) >= p``, which draws a number for each element, as
 # Triton's own tutorial does.
 
@@ -494,6 +495,7 @@ def masks_on_blocks():
 masking = lab.attempt(
     "A mask on every block, and on the last alone, bfloat16", masks_on_blocks
 )
+masking
 
 # %%
 
@@ -514,10 +516,9 @@ lab.read(
 # Both branches call ``_dropped``, which first draws. The random numbers do not depend on ``x``, so
 # they need not wait for its load. A block of ``BLOCK_SIZE`` elements needs only a quarter as many
 # counters, and ``tl.randint4x`` returns four blocks of numbers, ``r0`` to ``r3``.
-# ``tl.interleave(a, b)`` alternates between the elements of two blocks. The outer call puts an
-# element of ``r1`` or ``r3`` behind each of ``r0`` or ``r2``, so the inner ones pair ``r0`` with
-# ``r2`` and ``r1`` with ``r3``. First come the four numbers of counter 0, then those of counter 1,
-# and so on.
+# We want r0, r1, r2, r3 of counter 0, then those of counter 1, and so on. ``tl.interleave(a, b)``
+# alternates between the elements of two blocks: the inner calls make r0 r2 r0 r2 … and
+# r1 r3 r1 r3 …, and the outer one alternates between these two.
 
 lab.source(_dropped, "draw")
 
@@ -582,7 +583,7 @@ lab.read(
     + (
         f" Under `torch.compile`, `F.dropout` falls to {half['torch.compile']:.0f} %"
         + (
-            ", close to one number per call."
+            ", close to one number per call, which it may draw, too; we have not looked."
             if abs(half["torch.compile"] - half["one a call"]) < 5
             else "."
         )
@@ -657,7 +658,7 @@ lab.read(
         else "From 10 to 28 rounds, each further round adds "
     )
     + f"{slope['one a call'] / slope['four a call']:.1f} times as much time with one number per "
-    "call as with four, because four elements then share a call."
+    "call as with four. Four elements then share a call, so nearly 4 was to be expected."
 )
 
 # %%
@@ -715,8 +716,8 @@ lab.facts(
 # Three rounds fewer are worth having only if the coin stays fair. With fewer rounds the mask may
 # keep too many elements, or too many of those that use the same one of the four numbers. Or a toss
 # may tell something about a later one, or about the same element under a neighbouring seed. We turn
-# each of these four suspicions into a score :math:`z`, which for a fair coin exceeds 5 less than
-# once in a million tests.
+# each of these four suspicions into a score :math:`z`, the number of standard deviations from what
+# a fair coin gives on average. For a fair coin it exceeds 5 less than once in a million tests.
 #
 # .. dropdown:: How a score is computed
 #
@@ -872,10 +873,10 @@ lab.read(
 
 
 def launch(x, p, seed):
-    x = x.contiguous()  # all elements of the gradient of a sum may be one and the same
+    x = x.contiguous()  # the gradient of y.sum() is one number, expanded by strides of 0
     y, n = torch.empty_like(x), x.numel()
     grid = (runtime.cdiv(n, 1024),)
-    numbers = round(p * 2**32), 1 / (1 - p)
+    numbers = min(round(p * 2**32), 2**32 - 1), 1 / (1 - p)
     seeded_dropout_kernel[grid](x, y, seed, n, *numbers, BLOCK_SIZE=1024, N_ROUNDS=7)
     return y
 

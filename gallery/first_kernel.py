@@ -616,7 +616,7 @@ class WeightedSum(torch.autograd.Function):
 
 x = torch.randn(5, 6, device=runtime.DEVICE, requires_grad=True)
 w = torch.randn(6, device=runtime.DEVICE, requires_grad=True)
-# Large steps, because in float32 (of which gradcheck warns) small ones drown.
+# Large steps, because small ones drown in the rounding of float32.
 steps = {"eps": 0.25, "atol": 1e-4, "rtol": 1e-4}
 print(torch.autograd.gradcheck(WeightedSum.apply, (x, w), **steps))
 
@@ -913,10 +913,10 @@ wait = at("HBM", "nanoseconds")
 in_flight = hbm * wait / 1e3  # TB/s times ns is kB, and 1,000 of them a MB
 multiply_adds, arrive = in_registers / 16, hbm / 2  # 10¹² per second
 lab.read(
-    "A multiply-add moves 16 bytes of registers, three numbers read and one written, so that "
-    f"registers serve {multiply_adds:.0f} trillion per second, while HBM delivers {arrive:.1f} "
-    f"trillion bfloat16 numbers. **So there is time for {multiply_adds / arrive:.0f} multiply-adds "
-    "per number.**"
+    f"We timed {multiply_adds:.0f} trillion multiply-adds per second (the bar counts 16 bytes for "
+    "each: three numbers read, one written), while HBM delivers "
+    f"{arrive:.1f} trillion bfloat16 numbers. **So there is time for "
+    f"{multiply_adds / arrive:.0f} multiply-adds per number.**"
 )
 
 # %%
@@ -1116,7 +1116,8 @@ lab.read(
     + "`torch.compile`, which writes such a kernel for you, is "
     + (f"{' and '.join(found)}. " if found else "as fast as ours. ")
     + (
-        "Section 3 below explains our dip with 16,384 rows."
+        f"Section 3 below explains why the first kernel reaches only {100 * dip:.0f} % with "
+        "16,384 rows."
         if dip < of_first[-1] - 0.05
         else ""
     )
@@ -1124,7 +1125,7 @@ lab.read(
 
 # %%
 
-# Folded: Why PyTorch's two operations take more than three times as long as a copy
+# Folded: PyTorch's two operations, timed one by one
 slowly, copied = (
     forward.milliseconds_at(name, rows=2**16) for name in ("PyTorch", "copy")
 )
@@ -1753,8 +1754,14 @@ compiled_ahead = [
 ]
 lab.read(
     (
-        f"**Rows of {listed(refused)} Triton refuses in the first kernel.** "
+        f"**In the first kernel, Triton refuses rows of {listed(refused)}.** "
         if refused
+        else ""
+    )
+    + (
+        f"With rows of 2 numbers the first kernel, which starts a program for each, reaches "
+        f"{of_shape('one row a program', 2):.1f} % of the speed of a copy. "
+        if of_shape("one row a program", 2) < 10
         else ""
     )
     + f"The loop takes all lengths. But 16 rows, in blocks of two, make only 8 programs for "
@@ -2232,7 +2239,14 @@ missed = [
 lab.read(
     f"**With 65,536 rows the first backward reaches {of_backward['rows_backward']:.0f} % of the "
     f"speed of a copy, the loop {of_backward['loop']:.0f} %, and the operator "
-    f"{of_backward['Kernel Book']:.0f} %.** From 2²⁴ numbers (4,096 rows) on we wanted "
+    f"{of_backward['Kernel Book']:.0f} %.** "
+    + (
+        "Twice the bytes would leave 50 %; the rest of its loss is mostly the second launch, which "
+        "the fold times alone. "
+        if of_backward["rows_backward"] < 40
+        else ""
+    )
+    + "From 2²⁴ numbers (4,096 rows) on we wanted "
     f"{BACKWARD_AIM} %, which the operator "
     + (f"misses with {listed(missed)} rows" if missed else "reaches")
     + f". It is slowest with {slowest:,} rows, at {ours_at[slowest]:.0f} %"
@@ -2400,7 +2414,7 @@ _, leads = beyond_scatter(forward, "one row a program")
 lab.read(
     (
         f"**Up to {little[-1]:,} rows of 4,096 it gains nothing on the GPU:** the scatter hides "
-        "any difference between the operator, the first kernel and `torch.compile`. "
+        "any difference from the first kernel, and from `torch.compile`. "
         if little
         else ""
     )
@@ -2452,8 +2466,8 @@ too_slow = [
 lab.read(
     f"**From 2²⁴ numbers on we wanted {100 * AIM:.0f} % of the speed of a copy"
     + (", and miss it there:** " if below else ":** ")
-    + f"with 4,096 rows the operator reaches {100 * reached['bfloat16']:.0f} % in bfloat16 and "
-    f"{100 * reached['float32']:.0f} % in float32. With 2²⁶ numbers the aim is "
+    + f"with 4,096 rows the operator reaches {100 * reached['bfloat16']:.1f} % in bfloat16 and "
+    f"{100 * reached['float32']:.1f} % in float32. With 2²⁶ numbers the aim is "
     f"{'met' if of_4096 >= AIM else 'missed'} with rows of 4,096"
     + (
         f"{', but missed' if of_4096 >= AIM else ', and'} with rows of {listed(too_slow)}."

@@ -1030,7 +1030,8 @@ lab.read(
             else ""
         )
         + (
-            f"; the reason that `nvidia-smi` gives is “{reason}”"
+            f"; the reason that `nvidia-smi` gives is “{reason}”, and we do not know why it acts "
+            "so far below the limit"
             if reason not in ("not readable", "none")
             else ""
         )
@@ -1275,8 +1276,9 @@ apart = {
     for kind in ("fixed", "drawn")
 }
 lab.read(
-    "The order of the runs can be such a difference. In long batches without a pause and in a "
-    "**fixed order** (the large matmul, A, B), one function under two names differs from itself "
+    "The order of the runs alone can make a false difference. In long batches without a pause and "
+    "in a **fixed order** (the large matmul, A, B), one function under two names differs from "
+    "itself "
     f"by up to {apart['fixed']:.1f} %; in an order drawn anew for each round, by up to "
     f"{apart['drawn']:.1f} %."
     + (
@@ -1434,8 +1436,8 @@ lab.read(
         else f"{nan} "
     )
     + "Take `do_bench_cudagraph` if the kernel will be replayed in a graph and find its input in "
-    "the cache, and `torch.utils.benchmark` for what a user waits for, host and all. And write "
-    "beside each number which loop found it."
+    "the cache, and `torch.utils.benchmark` for the pace of many calls in a row, host and all. "
+    "Write beside each number which loop found it."
 )
 
 # %%
@@ -2062,8 +2064,9 @@ lab.read(
 #
 # They are the bytes that HBM reads and writes, how busy it is, and how busy the busiest part of the
 # SMs is. (``ERR_NVGPUCTRPERM`` means that an administrator must permit counters first.) We ask
-# about softmaxes whose input and output are 268 MB each: by ``row``, and by ``online``, which asks
-# for every row twice. Guess: how many bytes does ``online`` read?
+# about softmaxes whose input and output are 268 MB each: of 16,384 × 8,192 by ``row`` and by
+# ``online``, another kernel of its chapter, which asks for every row twice; and the one above, of
+# 32,768 × 4,096. Guess: how many bytes does ``online`` read?
 
 # Measuring
 COUNTERS = {

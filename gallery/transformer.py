@@ -786,9 +786,9 @@ at_speed = [
 by_flops = 1e3 * (4 * head) * n_scores / of_matmul
 products_range = inside["matmuls, scale, cast"]["ms, measured"]
 lab.read(
-    "**Bytes come near these times, and FLOPs do not.** At the speed of a large matmul the first "
-    f"row would take {by_flops:.1f} ms instead of {products_range:.1f}; at the speed of a large "
-    f"copy the rows would take {min(at_speed):.0f} to {max(at_speed):.0f} % of their times. The "
+    "**Bytes explain much of these times, and FLOPs little.** At the speed of a large matmul the "
+    f"first row would take {by_flops:.1f} ms instead of {products_range:.1f}; at the speed of a "
+    f"large copy the rows would take {min(at_speed):.0f} to {max(at_speed):.0f} % of their times. The "
     "rest we have not explained: a count of bytes gives a floor, not a forecast."
 )
 
@@ -804,7 +804,8 @@ lab.read(
 
 # Reading
 lab.read(
-    f"One bar has grown under autocast: casts and copies take {casts['bfloat16']:.1f} ms"
+    "One bar has grown far more than any other under autocast: casts and copies take "
+    f"{casts['bfloat16']:.1f} ms"
     + (
         ", more than all matmuls together"
         if casts["bfloat16"] > products["bfloat16"]
@@ -1668,7 +1669,8 @@ grid
 # ---------------------------------
 #
 # The model takes its operators as arguments, so a version of it is one line. What a line leaves out
-# is PyTorch's, and *SDPA*, PyTorch's fused attention, is the opponent.
+# is PyTorch's, ``ours`` is the book's attention, made causal, and the opponent is *SDPA*, PyTorch's
+# fused attention.
 
 sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
 layer_norm_16 = partial(layer_norm, out_dtype=torch.bfloat16)
@@ -2624,7 +2626,7 @@ our_took, sdpa_took = step_ms("Kernel Book"), step_ms("SDPA, compiled")
 lab.read(
     (
         "**The order of the bars does not survive: compiled, the book's layer is the fastest, and "
-        "its step the slowest.** "
+        "its step the slowest, far behind SDPA's.** "
         if last_in_step
         else "**The order of the bars does not survive: compiled, the book's layer is the faster, "
         "and SDPA's step.** "
@@ -2749,7 +2751,7 @@ compiled_host, eager_host = step_row("Kernel Book"), step_row("+ dropout")
 lab.read(
     (
         "**With operators of the book the host sets the pace, because it needs longer for the "
-        "launches than the GPU for the kernels.** "
+        "launches than the GPU for the kernels.** With SDPA it does so by less. "
         if paces
         else ""
     )
@@ -2983,8 +2985,8 @@ lab.read(
         f"{step_ms('+ dropout'):.0f} ms to {step_ms(eager_graphed):.0f}"
         + (
             f", and compiling saves another {by_compiling:.1f}. "
-            if by_compiling > 0.05
-            else ", and compiling adds nothing to that. "
+            if by_compiling > 0.02 * step_ms(graphed)
+            else ", and compiling changes that by less than steps scatter. "
         ),
         by_compiling,
     )
@@ -2996,14 +2998,13 @@ lab.read(
         gained["PyTorch"],
     )
     + measured(
-        f"One loss remains: compiled, our graph's kernels are {by_kernels:.1f} ms shorter than "
-        "those with "
+        f"Compiled, our graph's kernels are {by_kernels:.1f} ms shorter than those with SDPA in "
+        "profiles of their own, and its step is "
         + (
-            f"SDPA, and its step only {by_step:.1f} ms. "
+            f"{by_step:.1f} ms shorter."
             if by_step > 0
-            else f"SDPA, and its step is {-by_step:.1f} ms longer. "
+            else f"{-by_step:.1f} ms longer, which we cannot explain."
         )
-        + "We have not found where the rest goes."
         if by_kernels > 0.5 and by_kernels - by_step > 0.5
         else "",
         by_kernels,
@@ -3311,7 +3312,7 @@ lab.read(
         "Our kernels pad the heads of 2.7B, which have 80 numbers, to 128. They take "
         f"{100 * pads:.0f} % of the time of heads of 128"
         + (
-            ", so it is the padding that costs. "
+            ", for 5/8 of the FLOPs, so most of what they cost is probably padding. "
             if pads > 0.9
             else ", for 5/8 of the FLOPs, so the padding costs something. "
             if pads > 0.7

@@ -56,6 +56,20 @@ def test_nothing_that_a_cell_shows_is_lost(chapter):
     assert not lost
 
 
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_every_fold_with_a_title_holds_something(chapter):
+    """What measures is hidden in a fold, which is empty unless its cell ends in what it shows."""
+    _, blocks = split_code_and_text_blocks(str(ROOT / "gallery" / f"{chapter}.py"))
+    cells = [b for b in blocks if b.type == "code" and b.content.lstrip().startswith("# Folded:")]
+    empty = [
+        f"line {cell.lineno}"
+        for cell in cells
+        if not isinstance(ast.parse(cell.content).body[-1], ast.Expr)
+        if not re.search(r"lab\.(plot|draw|sketch|ladder)\(|print\(|talking_kernel", cell.content)
+    ]
+    assert not empty
+
+
 # -- what is downloaded ---------------------------------------------------------------------------
 
 
