@@ -788,8 +788,8 @@ products_range = inside["matmuls, scale, cast"]["ms, measured"]
 lab.read(
     "**Bytes explain much of these times, and FLOPs little.** At the speed of a large matmul the "
     f"first row would take {by_flops:.1f} ms instead of {products_range:.1f}; at the speed of a "
-    f"large copy the rows would take {min(at_speed):.0f} to {max(at_speed):.0f} % of their times. The "
-    "rest we have not explained: a count of bytes gives a floor, not a forecast."
+    f"large copy the rows would take {min(at_speed):.0f} to {max(at_speed):.0f} % of their times. "
+    "The rest we have not explained: a count of bytes gives a floor, not a forecast."
 )
 
 # %%
