@@ -737,7 +737,7 @@ lab.read(
 # if that is only partly filled.
 #
 # Take tile 1 of the figure, with queries 32 to 63 and 16 keys in a tile. Its first query sees 33
-# keys, and all later ones see these, too: ``seen_by_all``. Its last one sees 64: ``seen_by_some``.
+# keys, as do all later ones: ``seen_by_all``. Its last one sees 64: ``seen_by_some``.
 # The first stage ends at key ``whole`` = 33 // 16 · 16 = 32, and the second at key 64: two tiles
 # each. With more queries than keys, the first queries would see fewer than 0 keys, so
 # ``seen_by_all`` is at least 0.
@@ -1245,8 +1245,8 @@ surplus = computed * WIDE["BLOCK_M"] * WIDE["BLOCK_N"] / (4096**2 / 2) - 1
 gap = steps.share("in stages", mask="full") - steps.share("in stages", mask="causal")
 lab.read(
     f"**The mask still costs speed,** although the masked scores in the cut tiles are only "
-    f"{100 * surplus:.0f} % more work. One suspect is uneven work: the last tile of queries meets "
-    f"far more tiles of keys than the first. The next chapter tries a better order of the programs."
+    f"{100 * surplus:.0f} % more work. One suspect is uneven work, for which the next chapter "
+    f"tries a better order of the programs."
     if not gap <= 0.03
     else "With the mask the kernel is about as fast per operation as without."
 )

@@ -913,8 +913,8 @@ wait = at("HBM", "nanoseconds")
 in_flight = hbm * wait / 1e3  # TB/s times ns is kB, and 1,000 of them a MB
 multiply_adds, arrive = in_registers / 16, hbm / 2  # 10¹² per second
 lab.read(
-    f"We timed {multiply_adds:.0f} trillion multiply-adds per second (the bar counts 16 bytes for "
-    "each: three numbers read, one written), while HBM delivers "
+    f"We timed {multiply_adds:.0f} trillion multiply-adds per second (16 bytes each, in the bar), "
+    "while HBM delivers "
     f"{arrive:.1f} trillion bfloat16 numbers. **So there is time for "
     f"{multiply_adds / arrive:.0f} multiply-adds per number.**"
 )
@@ -1759,8 +1759,8 @@ lab.read(
         else ""
     )
     + (
-        f"With rows of 2 numbers the first kernel, which starts a program for each, reaches "
-        f"{of_shape('one row a program', 2):.1f} % of the speed of a copy. "
+        f"With rows of 2 it reaches {of_shape('one row a program', 2):.1f} % of the speed of a "
+        "copy. "
         if of_shape("one row a program", 2) < 10
         else ""
     )
@@ -1768,7 +1768,7 @@ lab.read(
     f"{processors} SMs, and it reaches {in_loop:.0f} % of the speed of a copy. **In parts it "
     f"reaches {in_parts:.0f} %.** "
     + (
-        f"`torch.compile` beats the operator with {listed(compiled_ahead)} columns. "
+        f"`torch.compile` wins with {listed(compiled_ahead)} columns. "
         if compiled_ahead
         else ""
     )
@@ -2241,8 +2241,8 @@ lab.read(
     f"speed of a copy, the loop {of_backward['loop']:.0f} %, and the operator "
     f"{of_backward['Kernel Book']:.0f} %.** "
     + (
-        "Twice the bytes would leave 50 %; the rest of its loss is mostly the second launch, which "
-        "the fold times alone. "
+        "Twice the bytes would leave 50 %; the fold times the second launch, which takes most of "
+        "the rest. "
         if of_backward["rows_backward"] < 40
         else ""
     )

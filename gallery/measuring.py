@@ -1939,15 +1939,9 @@ lab.read(
     f"{untouched:.0f} % of the speed of a copy. With 32 it spills to {spilled:.0f} places of 32 "
     "bits per thread"
     + (
-        f" (more than the {needs - 32:.0f} registers that are missing; how the compiler assigns "
-        "them we do not know), "
-        if spilled > needs - 32
-        else ", "
-    )
-    + (
-        f"and the kernel takes {untouched / tight:.1f} times as long. "
+        f", and the kernel takes {untouched / tight:.1f} times as long. "
         if tight < 0.95 * untouched
-        else "and the kernel is as fast all the same. "
+        else ", and the kernel is as fast all the same. "
     )
     + f"{cure}"
 )
