@@ -2340,9 +2340,8 @@ together(
             "The keys in our order": hopper_fp8.fetch_keys,
             "Weights, four to a register": hopper_fp8.packed,
             "The weights as an operand": hopper_fp8.as_operand,
-            "The weights of a tile": hopper_fp8.weigh,
-            "A consumer": hopper_fp8.consume,
-            "The kernel": hopper_fp8.attention_hopper_fp8_fwd_kernel,
+            "The weights of a tile. The loop and the roles are those of the chapter on Hopper, and "
+            "the package has the kernel whole, in ops/hopper/fp8.py": hopper_fp8.weigh,
         }
     ),
 )
