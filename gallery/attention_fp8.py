@@ -31,7 +31,6 @@ from matplotlib.patches import Rectangle
 
 from kernelbook import lab, reference, runtime
 from kernelbook.lab.chapter import checked
-from kernelbook.lab.display import Shown
 from kernelbook.ops.attention import Quantized, attention, fp8, quantize, tuned
 from kernelbook.ops.hopper import fp8 as hopper_fp8
 from kernelbook.ops.hopper import fp8_choice
@@ -585,14 +584,6 @@ lab.read(
 
 
 # Measuring
-def together(*shown):
-    """Several results as one, for a fold that holds them all."""
-    parts = [one for one in shown if one is not None]
-    return Shown(
-        "".join(one.html for one in parts), "\n\n".join(one.plain for one in parts)
-    )
-
-
 def with_rounded_weights(s, v, power, sum_rounded=False):
     p = torch.exp(s - s.amax(-1, keepdim=True)) * 2.0**power
     rounded = p.clamp(max=448).to(E4M3).double()  # as the GPU's instruction does
@@ -639,7 +630,7 @@ by_power = lab.table(
 )
 assert below[0] == 0
 without_factor, with_factor = (rows[0][f"error with 2^{power}"] for power in (0, 8))
-together(
+lab.together(
     by_power,
     lab.read(
         "Without a key that is ahead, the factor changes "
@@ -1062,7 +1053,7 @@ equal_terms = lab.read(
     else f"If all terms were equal, as in the figure of the bits, the model would lose "
     f"{of_equal:.0f} % of {KEYS[-1]:,} terms."
 )
-together(in_numbers, equal_terms, around_0, promotion)
+lab.together(in_numbers, equal_terms, around_0, promotion)
 
 # %%
 
@@ -1302,7 +1293,7 @@ def every_case():
 
 # Folded: All checks, those of lse among them, and how far lse may be off
 cases = list(every_case())
-together(
+lab.together(
     lab.check("The worst head", cases, theirs="yardstick"),
     lab.read(
         "An input's name lists batch, heads, heads of keys, queries, keys and head_dim, and the "
@@ -1852,7 +1843,7 @@ resources = lab.facts(
         for name, q_dtype in (("all in FP8", E4M3), ("V only", torch.bfloat16))
     },
 )
-together(by_length, of_mask, resources)
+lab.together(by_length, of_mask, resources)
 
 # %%
 # Why it is not twice as fast
@@ -2287,7 +2278,7 @@ runs = [
 ]
 assert runs == ["with head_dim 128 and a causal mask, up to 2,048 keys"]
 leads, trails = (ratios[128, "causal", length] for length in (1024, 4096))
-together(
+lab.together(
     lab.read(
         "In the figure, the number in a cell is a key, and its colour the thread that holds its "
         "weight. Four threads share a row. Each holds two neighbours of every 8 columns of a "

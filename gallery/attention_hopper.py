@@ -44,7 +44,7 @@ from kernelbook.lab.attention_bench import (
     points,
     sdpa,
 )
-from kernelbook.lab.display import Markdown, Shown, show
+from kernelbook.lab.display import Markdown, show
 from kernelbook.lab.figures import MUTED
 from kernelbook.ops.attention import tuned
 from kernelbook.ops.attention.tiles import LOG2E, LOWEST, place
@@ -1337,10 +1337,7 @@ in_two_timings = lab.read(
     if speed.rows and steps.rows
     else f"{nan}"
 )
-Shown(
-    f"{all_right.html}{in_two_timings.html}",
-    f"{all_right.plain}\n\n{in_two_timings.plain}",
-)
+lab.together(all_right, in_two_timings)
 
 # %%
 
@@ -1945,7 +1942,7 @@ lab.read(
 # %%
 
 # Folded: All versions as compiled, and rungs 2 and 3 without a mask
-Shown(f"{compiled.html}{unmasked.html}", f"{compiled.plain}\n\n{unmasked.plain}")
+lab.together(compiled, unmasked)
 
 # %%
 # Registers for the consumers
@@ -2196,7 +2193,7 @@ in_parts = lab.table(
     else [],
     "The last rung: cycles of a consumer from its scores on",
 )
-Shown(f"{work.html}{in_parts.html}", f"{work.plain}\n\n{in_parts.plain}")
+lab.together(work, in_parts)
 
 # %%
 
@@ -2383,10 +2380,7 @@ named = lab.read(
     "An input is named by its (batch, heads, heads of keys, queries, keys, head_dim). `lse` is the "
     "logsumexp of each query, which the kernel returns in float32."
 )
-Shown(
-    f"{cut_as.html}{named.html}{right.html}{repeated.html}{soaked.html}",
-    f"{cut_as.plain}\n\n{named.plain}\n\n{right.plain}\n\n{repeated.plain}\n\n{soaked.plain}",
-)
+lab.together(cut_as, named, right, repeated, soaked)
 
 # %%
 

@@ -36,7 +36,6 @@ from kernelbook.lab.attention_bench import (
     sdpa,
     timed,
 )
-from kernelbook.lab.display import Shown
 from kernelbook.ops.attention import backward as plain
 from kernelbook.ops.attention.forward import attention_forward
 from kernelbook.ops.attention.tiles import LOG2E, place
@@ -57,12 +56,6 @@ from kernelbook.small.attention_hopper_backward import (
 )
 
 nan = float("nan")
-
-
-def together(*parts):
-    """Several results, of which one fold shows all."""
-    plain_text = "\n\n".join(part.plain for part in parts)
-    return Shown("".join(part.html for part in parts), plain_text)
 
 
 lab.start(
@@ -264,7 +257,7 @@ def of_small_kernel():
 # %%
 
 # Folded: The small kernel whole, the same sweep in PyTorch, and both against float64
-together(
+lab.together(
     lab.listing(
         {"The small kernel": sweep_in_turn_kernel, "How it is launched": sweep_in_turn}
     ),
@@ -1354,7 +1347,7 @@ lab.read(
 # %%
 
 # Folded: Which kernel runs when, and every check
-together(
+lab.together(
     lab.table(rows, "What attention(...).backward runs on a Hopper GPU, by length"),
     lab.read(
         "Two sweeps also run on other GPUs, and where not all three gradients are asked for. "
@@ -1845,7 +1838,7 @@ def change(mask):
 # %%
 
 # Folded: How long adders wait, more heads, head_dim 64, and every rung against float64
-together(
+lab.together(
     waited,
     lab.table(
         [
@@ -2438,7 +2431,7 @@ steps_drawn = [
     after["begins"] - row["begins"]
     for row, after in zip(rows_of(traced.rows), rows_of(traced.rows)[1:], strict=False)
 ]
-together(
+lab.together(
     lab.table(
         [
             {"what": "cycles of a step"}
@@ -2782,7 +2775,7 @@ lab.plot(lines, "head_dim 128, full", where={"head_dim": 128, "mask": "full"})
 lab.plot(lines, "head_dim 128, causal", where={"head_dim": 128, "mask": "causal"})
 lab.plot(lines, "head_dim 64, full", where={"head_dim": 64, "mask": "full"})
 lab.plot(lines, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
-together(
+lab.together(
     lab.table(
         verdicts if speed.rows else [],
         f"At how many of {len(at_points)} points one is faster, by {100 * SCATTER:.0f} % or more",

@@ -24,7 +24,6 @@ import warnings
 from functools import partial
 
 from kernelbook import lab, reference, weighted_sum
-from kernelbook.lab.display import Shown
 from kernelbook.ops.weighted_sum import (
     _backward,
     _forward,
@@ -1259,15 +1258,6 @@ compiled_facts = lab.facts(
 )
 
 
-def together(*shown):
-    """Several things as one, because a cell shows its last value."""
-    html, plain = ([getattr(one, of) for one in shown] for of in ("html", "plain"))
-    made = re.sub(r'<div class="kb-caption">.*?</div>', "", "".join(html))
-    return Shown(
-        made, "\n\n".join(plain)
-    )  # without the file of a listing: it is this page
-
-
 # %%
 
 # Folded: Two more points, FLAT and EARLY, and why offsets have 64 bits
@@ -1279,7 +1269,7 @@ def with_and_without(name):
     return f"{row['on (µs)']:.1f} µs with the flag and {row['off (µs)']:.1f} without"
 
 
-together(
+lab.together(
     lab.read(
         "**`FLAT`** loads a block of short, contiguous rows as one line of numbers, and cuts the "
         "line into rows with `tl.reshape` when the numbers have arrived. This needs no strides and "
@@ -1629,7 +1619,7 @@ def beside_offsets(name):
     return f"{name} take {first} time in blocks of 1,024 columns and {second} in those of 4,096"
 
 
-together(
+lab.together(
     lab.listing(
         {
             "A block pointer holds the address, the shape and the strides of a tensor, and where "
@@ -2198,7 +2188,7 @@ lab.table(
 (first_one, second_one), (first_two, second_two) = [
     (row["first launch (µs)"], row["second launch (µs)"]) for row in launched.rows
 ] or [(nan, nan)] * 2
-together(
+lab.together(
     lab.table(
         [
             {
@@ -2479,7 +2469,7 @@ lab.read(
 # %%
 
 # Folded: 2²⁴ numbers in two dtypes, and where the gap comes from
-together(
+lab.together(
     lab.table(
         [
             {

@@ -48,6 +48,17 @@ def test_a_listing_says_what_each_source_is_for():
     assert shown.plain.index("1. The mask < stored.") < first < shown.plain.index("2.") < second
 
 
+def test_the_source_of_a_chapters_own_function_names_no_file():
+    assert lab.source(test_prose_is_escaped).plain.startswith("def test_prose_is_escaped")
+
+
+def test_results_are_shown_together_in_their_order():
+    first, second = lab.read("first"), lab.read("second")
+    both = lab.together(first, None, second)
+    assert both.html == first.html + second.html
+    assert both.plain == "first\n\nsecond"
+
+
 def test_prose_is_escaped():
     assert "<code>a &lt; b</code>" in lab.read("where `a < b`, **always**").html
     assert "<strong>always</strong>" in lab.read("where `a < b`, **always**").html

@@ -11,7 +11,7 @@ from kernelbook.lab.chapter import (
     start,
 )
 from kernelbook.lab.check import Case, CheckFailed, check
-from kernelbook.lab.display import listing, note, read, source, table
+from kernelbook.lab.display import listing, note, read, source, table, together
 from kernelbook.lab.figures import colour, draw, ladder, plot, sketch
 from kernelbook.lab.ranks import Ranks, RanksFailed
 from kernelbook.lab.results import ResultsError
@@ -46,5 +46,6 @@ __all__ = [
     "source",
     "start",
     "table",
+    "together",
     "tried",
 ]

@@ -225,6 +225,12 @@ def source(thing, *pieces: str) -> Markdown:
     return show(_sourced(thing, *pieces))
 
 
+def together(*shown: Shown | None) -> Shown:
+    """Return several results as one, because a page shows the last value of a cell alone."""
+    parts = [one for one in shown if one is not None]
+    return Shown("".join(one.html for one in parts), "\n\n".join(one.plain for one in parts))
+
+
 def listing(parts: dict[str, object]) -> Markdown:
     """Return the sources of several functions and kernels, each below what it is for."""
     found = [(f"{what}.", _sourced(thing)) for what, thing in parts.items()]
@@ -262,9 +268,11 @@ def _sourced(thing, *pieces: str) -> Markdown:
         lines, first = [lines[i] for i in shown], first + shown[0]
     code = for_readers(inspect.cleandoc("\n" + "".join(lines)))
     name = inspect.getmodule(function).__name__.replace(".", "/")
+    html = highlight(code, PythonLexer(), HtmlFormatter(wrapcode=True))
+    if not name.startswith("kernelbook/"):  # it is the chapter's own
+        return Markdown(f'<div class="kb-source">{html}</div>', code, f"```python\n{code}\n```")
     where = f"src/{name}.py, line {first}"
     caption = f'<a href="../_modules/{name}.html">{where}</a>' if in_site() else where
-    html = highlight(code, PythonLexer(), HtmlFormatter(wrapcode=True))
     return Markdown(
         f'<div class="kb-source"><div class="kb-caption">{caption}</div>{html}</div>',
         f"{where}\n{code}",
