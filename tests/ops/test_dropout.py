@@ -86,6 +86,15 @@ def test_seeded_dropout_is_the_truth(shape, dtype, p):
     assert_close(x.grad, reference.seeded_dropout(dy, p, seed), plain(dy, keep, p))
 
 
+def test_a_number_equal_to_the_threshold_keeps_its_element():
+    """By chance that happens once in 2**32 elements, so each number is made the threshold."""
+    numbers = reference.philox(3, torch.arange(4, device=DEVICE), ROUNDS).flatten()
+    x = torch.ones(numbers.numel(), device=DEVICE)
+    for number in numbers:
+        kept = seeded_dropout(x, number.item() / 2**32, seed=3) != 0  # exact in float64
+        assert torch.equal(kept, numbers >= number)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_seed_makes_the_mask_of_the_truth(seed):
     x = torch.ones(5000, device=DEVICE)
