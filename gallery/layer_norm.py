@@ -1568,8 +1568,8 @@ lab.read(
 
 # %%
 
-# Folded: Calls from 16 to 32,768 rows
-small
+# Folded: Calls from 16 to 32,768 rows, and how long the host is busy with one
+lab.together(small, on_the_host)
 
 # %%
 

@@ -2949,7 +2949,7 @@ lab.table(
 
 # Reading
 graphed, sdpa_graphed = ALL_GRAPHS["Kernel Book"], ALL_GRAPHS["SDPA, compiled"]
-eager_graphed, formula_graphed = ALL_GRAPHS["+ dropout"], ALL_GRAPHS["PyTorch"]
+eager_graphed = ALL_GRAPHS["+ dropout"]
 no_waiting = step_ms(graphed) < 1.05 * busy_ms_of(graphed)
 gained = {name: step_ms(name) / step_ms(title) for name, title in ALL_GRAPHS.items()}
 lab.read(
