@@ -314,7 +314,16 @@ def cases() -> dict:
         q = new(1001, 2 * group, head_dim, dtype=dtype)
         k, v = (new(1001, 2, head_dim, dtype=dtype) for _ in range(2))
         cu = torch.tensor([0, 700, 1001], dtype=torch.int32)
-        options = {"window": window, "enable_gqa": group > 1}
+        options = {"window": window, "enable_gqa": group > 1, "backend": "triton"}
+        out = kernelbook.attention_varlen(q, k, v, cu, cu, 700, 700, **options)
+        differentiate(out, q, k, v)
+
+    def varlen_in_gluon(head_dim, window):
+        if kernelbook.runtime.capability(None) != (9, 0):
+            return
+        q, k, v = (new(1001, 4, head_dim, dtype=bf16) for _ in range(3))
+        cu = torch.tensor([0, 700, 1001], dtype=torch.int32)
+        options = {"window": window, "backend": "gluon"}
         out = kernelbook.attention_varlen(q, k, v, cu, cu, 700, 700, **options)
         differentiate(out, q, k, v)
 
@@ -398,6 +407,9 @@ def cases() -> dict:
                 name = f"varlen {spell(dtype)} {head_dim} {mask}"
                 add(name, varlen, dtype, head_dim, windows[mask])
     add("varlen bfloat16 128 window", varlen, bf16, 128, windows["window"])
+    for head_dim in (64, 128):
+        for mask, window in windows.items():
+            add(f"varlen in Gluon bfloat16 {head_dim} {mask}", varlen_in_gluon, head_dim, window)
     add("varlen bfloat16 128 causal gqa", varlen, bf16, 128, windows["causal"], 4)
     for head_dim in (64, 80, 128, 256):
         for dtype in (e4m3, bf16):

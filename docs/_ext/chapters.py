@@ -130,7 +130,7 @@ CHAPTERS = {
             "simple_softmax": "five PyTorch operations",
             "three_pass": "one kernel, three reads",
             "online": "one kernel, two reads",
-            "Kernel Book": "one kernel, one read",
+            "Kernel Book": "one read, a row shared by programs",
         },
     ),
     "layer_norm": Facts(
@@ -143,9 +143,9 @@ CHAPTERS = {
         {
             "simple_layer_norm": "seven PyTorch operations",
             "PyTorch": "PyTorch's layer_norm",
-            "loop": "three reads of a row",
-            "one program": "one read, one program",
-            "Kernel Book": "one read, two numbers per register",
+            "loop": "loop: three reads",
+            "one program": "whole row: one read",
+            "Kernel Book": "packed row: one read",
         },
     ),
     "layer_norm_backward": Facts(
@@ -157,9 +157,9 @@ CHAPTERS = {
         {"columns": 1024},
         {
             "simple_backward": "PyTorch's operations",
-            "lock per tile": "a lock for every two rows",
-            "partial sums per tile": "partial sums for every two rows",
-            "lock per program": "a lock, once a program",
+            "lock per tile": "64 locks, every two rows",
+            "partial sums per tile": "partial sums, every two rows",
+            "lock per program": "64 locks, once a program",
             "partial sums": "partial sums, once a program",
         },
     ),
@@ -239,7 +239,7 @@ CHAPTERS = {
         {
             "one buffer": "load, wait, multiply",
             "ring": "loads ahead, no roles",
-            "one in flight": "one matmul in flight, too",
+            "one in flight": "one matmul in flight",
             "roles": "a loader, two consumers",
         },
     ),
@@ -254,7 +254,7 @@ CHAPTERS = {
             "plain Triton": "plain Triton",
             "two roles": "two roles",
             "scores ahead": "scores ahead",
-            "Kernel Book": "after all changes",
+            "Kernel Book": "the package's kernel",
         },
     ),
     "attention_hopper_backward": Facts(
@@ -278,10 +278,10 @@ CHAPTERS = {
         "ranks",
         {"mask": "causal", "seqlen": 65536},
         {
-            "contiguous": "contiguous parts",
-            "zig-zag": "parts from both ends",
-            "all to all": "heads exchanged, all to all",
-            "Kernel Book": "a ring, transfers behind the work",
+            "contiguous": "contiguous",
+            "zig-zag": "zig-zag",
+            "all to all": "all to all",
+            "Kernel Book": "zig-zag, transfers hidden",
         },
     ),
     "transformer": Facts(
@@ -292,10 +292,10 @@ CHAPTERS = {
         "layer",
         {"context": 1024},
         {
-            "PyTorch": "the formula",
+            "PyTorch": "attention as its formula",
             "torch.compile": "the formula, compiled",
-            "SDPA, compiled": "with SDPA, compiled",
-            "Kernel Book": "the book's, compiled",
+            "SDPA, compiled": "PyTorch's fused attention",
+            "Kernel Book": "the book's operators",
         },
     ),
 }

@@ -110,6 +110,37 @@ def test_where_it_cannot_run_the_plain_kernel_does(capability, dtype, head_dim, 
         forward_choice(capability, dtype, *sizes, backend="gluon")
 
 
+# -- packed sequences
+
+BOUNDS = {"full": (None, None), "causal": (None, 0), "window": (9, 0)}
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("case", choice.VARLEN, ids=str)
+def test_the_tables_of_packed_sequences_decide_on_hopper(case, backward):
+    head_dim, mask = case
+    config = (backward_choice.VARLEN if backward else choice.VARLEN)[case]
+    of = BF16, head_dim, BOUNDS[mask]
+    chosen = choice.varlen_choice(HOPPER, *of, backward=backward)
+    assert (chosen.backend, chosen.config) == ("gluon" if config else "triton", config)
+    assert mask in chosen.reason
+    assert choice.varlen_choice(HOPPER, *of, "triton", backward).config is None
+    named = choice.varlen_choice(HOPPER, *of, "gluon", backward)
+    assert named.backend == "gluon"
+    assert named.config is config or (config is None and named.config is not None)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "words"), WHY_NOT.values(), ids=WHY_NOT
+)
+def test_where_gluon_cannot_run_packed_sequences_are_plain(capability, dtype, head_dim, words):
+    chosen = choice.varlen_choice(capability, dtype, head_dim, (None, 0))
+    assert (chosen.backend, chosen.config) == ("triton", None)
+    assert words in chosen.reason
+    with pytest.raises(ValueError, match=f"backend must be 'auto' or 'triton'.*{words}"):
+        choice.varlen_choice(capability, dtype, head_dim, (None, 0), "gluon")
+
+
 def test_versions_of_triton(monkeypatch):
     for version in ("3.6.0", "3.7.1", "3.9.0", "3.10.0", "4.0.0+git1"):
         monkeypatch.setattr(triton, "__version__", version)

@@ -264,14 +264,14 @@ CALLS = {
         OPERATORS.attention_varlen,
         lambda: (
             *(randn(9, 2, 16).requires_grad_() for _ in range(3)), *[halves()] * 2, 5, 5, None, 0,
-            0.25,
+            0.25, "auto",
         ),
     ),
     "attention_varlen_backward": (
         OPERATORS.attention_varlen_backward,
         lambda: (
             *(randn(9, 2, 16) for _ in range(3)), *[halves()] * 2, randn(9, 2, 16), randn(2, 9),
-            randn(9, 2, 16), None, 5, 5, None, 0, 0.25, [True, False, False],
+            randn(9, 2, 16), None, 5, 5, None, 0, 0.25, "auto", [True, False, False],
         ),
     ),
     "masked_dropout": (

@@ -259,17 +259,24 @@ def attention_varlen_dq_kernel(
     store_tile(dq_head, start_m, dq * sm_scale)
 
 
-def _preprocess(out, lse, do, dlse, cu_q, max_seqlen_q) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (lse_log2, delta), both float32, (heads, padded)."""
+def statistics(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    cu_q: torch.Tensor,
+    max_seqlen_q: int,
+) -> torch.Tensor:
+    """Return lse in base 2 and delta, float32, (2, heads, padded)."""
     # I/O: read out + read do + read lse + write lse_log2 + write delta
     _, heads, total, head_dim = do.shape
     batch = len(cu_q) - 1
     padded = (total // PADDING + batch) * PADDING
-    shape = (2, heads, padded)
-    lse_log2, delta = torch.empty(shape, dtype=torch.float32, device=out.device).unbind()
+    stats = torch.empty((2, heads, padded), dtype=torch.float32, device=out.device)
+    lse_log2, delta = stats.unbind()
     run = _preprocess_launch(do.shape, do.stride(), batch, max_seqlen_q, padded)
     run(out, do, lse, dlse, cu_q, delta, lse_log2)
-    return lse_log2, delta
+    return stats
 
 
 @planned
@@ -345,7 +352,7 @@ def attention_varlen_backward(
     q, k, v, do and gradients are seen as (1, heads, total, head_dim), and descriptors fit; out is
     contiguous, (total_q, heads, head_dim).
     """
-    statistics = _preprocess(out, lse, do, dlse, cu_q, longest[0])
-    operands = q, k, v, do, *statistics, cu_q, cu_k, longest, bounds, sm_scale
+    stats = statistics(out, lse, do, dlse, cu_q, longest[0])
+    operands = q, k, v, do, *stats, cu_q, cu_k, longest, bounds, sm_scale
     dk, dv = _keys_backward(*operands) if dkdv_needed else (None, None)
     return _queries_backward(*operands) if dq_needed else None, dk, dv

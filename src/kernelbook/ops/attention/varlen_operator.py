@@ -7,10 +7,16 @@ import torch
 from kernelbook import runtime
 from kernelbook.ops import checks, library
 from kernelbook.ops.attention import scope
-from kernelbook.ops.attention.operator import check_head_dim, check_heads, checked_scale
+from kernelbook.ops.attention.operator import (
+    check_head_dim,
+    check_heads,
+    checked_backend,
+    checked_scale,
+)
 from kernelbook.ops.attention.tiles import PACKED_END, fit
 from kernelbook.ops.attention.varlen import attention_varlen_forward
 from kernelbook.ops.attention.varlen_backward import attention_varlen_backward
+from kernelbook.ops.hopper.choice import Choice, varlen_choice, varlen_in_gluon
 
 
 def attention_varlen(
@@ -27,6 +33,7 @@ def attention_varlen(
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
+    backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of sequences that lie packed, one after the other, without padding.
 
@@ -64,6 +71,9 @@ def attention_varlen(
         enable_gqa: whether ``k`` and ``v`` may have fewer heads than ``q``, by a whole factor g:
             query head h then reads head h // g.
         return_lse: whether to return ``(out, lse)``, where lse = log(sum(exp(scale * q k^T))).
+        backend: which kernels run, as in :func:`attention`: ``"triton"``, those in plain Triton;
+            ``"gluon"``, those for Hopper GPUs in Gluon, in 16 bits and at head_dim 64 or 128;
+            ``"auto"``, whichever was measured to be faster.
 
     Returns:
         out, of the shape and dtype of ``q``, contiguous; with ``return_lse`` also lse, natural
@@ -72,8 +82,8 @@ def attention_varlen(
 
     Raises:
         TypeError: an argument is of another kind or dtype.
-        ValueError: shapes do not go together, head_dim, ``scale`` or a length is out of range, or a
-            tensor is not where kernels run.
+        ValueError: shapes do not go together, head_dim, ``scale`` or a length is out of range, a
+            tensor is not where kernels run, or ``backend`` is ``"gluon"`` and cannot run.
         RuntimeError: a second derivative is asked for.
 
     Source: Dao, FlashAttention-2, ICLR 2024, whose ``flash_attn_varlen_func`` packs sequences in
@@ -82,6 +92,7 @@ def attention_varlen(
     is_causal = checks.flag("is_causal", is_causal)
     enable_gqa = checks.flag("enable_gqa", enable_gqa)
     return_lse = checks.flag("return_lse", return_lse)
+    backend = checked_backend(backend)
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.tensor(name, x)
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
@@ -96,9 +107,12 @@ def attention_varlen(
     sm_scale = q.shape[-1] ** -0.5 if scale is None else checked_scale(scale)
     window = scope.checked_window(window)
     left, right = scope.bounds(is_causal, window, max_seqlen_q, max_seqlen_k)
+    if backend == "gluon":
+        _choice(q, left, right, backend)  # raises where it cannot run
     out, lse = _ATTENTION_VARLEN(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right, sm_scale
-    )
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right, sm_scale,
+        backend,
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -181,6 +195,14 @@ def _prepare(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [fit(runtime.readable(x).transpose(0, 1).unsqueeze(0)) for x in tensors]
 
 
+def _choice(
+    q: torch.Tensor, left: int | None, right: int | None, backend: str, backward: bool = False
+) -> Choice:
+    """Return which kernels run."""
+    capability = runtime.capability(q.device)
+    return varlen_choice(capability, q.dtype, q.shape[2], (left, right), backend, backward)
+
+
 def run(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -192,6 +214,7 @@ def run(
     left: int | None,
     right: int | None,
     sm_scale: float,
+    backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse."""
     if not (q.numel() and k.numel()):
@@ -199,9 +222,13 @@ def run(
         return out.zero_(), lse.fill_(-torch.inf)
     offsets = [runtime.readable(x).contiguous() for x in (cu_seqlens_q, cu_seqlens_k)]
     with runtime.launching_on(q):
-        out, lse = attention_varlen_forward(
-            *_prepare(q, k, v), *offsets, (max_seqlen_q, max_seqlen_k), (left, right), sm_scale
-        )
+        operands = *_prepare(q, k, v), *offsets, (max_seqlen_q, max_seqlen_k), (left, right)
+        config = _choice(q, left, right, backend).config
+        if config:
+            forward = varlen_in_gluon()[0].attention_varlen_forward
+            out, lse = forward(*operands, sm_scale, config)
+        else:
+            out, lse = attention_varlen_forward(*operands, sm_scale)
     return out.to(q.dtype), lse
 
 
@@ -235,6 +262,7 @@ def run_backward(
     left: int | None,
     right: int | None,
     sm_scale: float,
+    backend: str,
     needed: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return dq, dk and dv; what is not needed is empty."""
@@ -244,11 +272,16 @@ def run_backward(
     dlse = None if dlse is None else runtime.readable(dlse).contiguous()
     offsets = [runtime.readable(x).contiguous() for x in (cu_seqlens_q, cu_seqlens_k)]
     with runtime.launching_on(q):
-        grads = attention_varlen_backward(
+        operands = (
             *_prepare(q, k, v, do), runtime.readable(out).contiguous(), lse.contiguous(), dlse,
             *offsets, (max_seqlen_q, max_seqlen_k), (left, right), sm_scale,
-            dq_needed=needed[0], dkdv_needed=needed[1] or needed[2],
         )  # fmt: skip
+        which = {"dq_needed": needed[0], "dkdv_needed": needed[1] or needed[2]}
+        config = _choice(q, left, right, backend, backward=True).config
+        if config and all(which.values()):  # for some of them one of the two sweeps suffices
+            grads = varlen_in_gluon()[0].attention_varlen_backward(*operands, config)
+        else:
+            grads = attention_varlen_backward(*operands, **which)
     return tuple(
         dx.squeeze(0).transpose(0, 1).contiguous().to(q.dtype)
         if n

@@ -69,7 +69,7 @@ from kernelbook.ops.hopper.backward_choice import (  # noqa: F401  (what says wh
     backward_choice,
     supported,
 )
-from kernelbook.ops.hopper.forward import _all_but_the_address, exp2
+from kernelbook.ops.hopper.forward import _all_but_the_address, coordinates, exp2
 from kernelbook.ops.hopper.parts import named_barrier, tma_load, tma_store
 from kernelbook.ops.launch import Launch, planned
 
@@ -167,9 +167,7 @@ def fetch(
     full,
     empty,
     step,
-    batch,
-    head,
-    row,
+    at,  # where the tile lies, for the descriptor
     stats_row,
     STAGES: gl.constexpr,
 ):
@@ -177,7 +175,7 @@ def fetch(
     slot = step % STAGES
     mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
     mbarrier.expect(full.index(slot), desc.block_type.nbytes + stats_desc.block_type.nbytes)
-    tma_load(desc, [batch, head, row, 0], full.index(slot), ring.index(slot))
+    tma_load(desc, at, full.index(slot), ring.index(slot))
     tma_load(stats_desc, [stats_row], full.index(slot), stats.index(slot))
 
 
@@ -188,8 +186,9 @@ def load(loading, constants: gl.constexpr):
     q_desc, k_desc, v_desc, do_desc, stats_desc = descs
     q_s, do_s, lse_s, delta_s, k_s, v_s, _, _ = buffers
     k_full, v_full, q_full, q_empty, do_full, do_empty, _, _ = barriers
-    batch, head_k, heads_k, batches, padded_q, _, _ = where
-    start_n, end_tile, tiles_of_head, group = walk
+    batch, head_k, heads_k, batches, padded_q, _, _, packed = where
+    start_n, end_tile, tiles_of_head, group, seqlen_q, seqlen_k = walk
+    start_of_stats, end_q, end_k = packed
     BLOCK_M: gl.constexpr = constants[0]
     Q_STAGES: gl.constexpr = constants[1]
     DO_STAGES: gl.constexpr = constants[7]
@@ -197,9 +196,11 @@ def load(loading, constants: gl.constexpr):
     mbarrier.expect(k_full, 2 * k_desc.block_type.nbytes)
     mbarrier.expect(v_full, 2 * v_desc.block_type.nbytes)
     for half in gl.static_range(2):
-        tma_load(k_desc, [batch, head_k, start_n + half * ROWS, 0], k_full, k_s.index(half))
+        at = coordinates(batch, head_k, start_n + half * ROWS, seqlen_k, end_k)
+        tma_load(k_desc, at, k_full, k_s.index(half))
     for half in gl.static_range(2):
-        tma_load(v_desc, [batch, head_k, start_n + half * ROWS, 0], v_full, v_s.index(half))
+        at = coordinates(batch, head_k, start_n + half * ROWS, seqlen_k, end_k)
+        tma_load(v_desc, at, v_full, v_s.index(half))
     # -- queries: of each head that reads these keys, from the last
     step = 0
     for member in range(group):
@@ -207,15 +208,13 @@ def load(loading, constants: gl.constexpr):
         row_of_head = (batch * heads_k + head_k) * group + member
         for i in range(tiles_of_head):
             row = (end_tile - 1 - i) * BLOCK_M
-            lse_row = row_of_head * padded_q + row
+            lse_row = row_of_head * padded_q + start_of_stats + row
             delta_row = lse_row + batches * heads_k * group * padded_q
+            at = coordinates(batch, head, row, seqlen_q, end_q)
+            fetch(q_desc, stats_desc, q_s, lse_s, q_full, q_empty, step, at, lse_row, Q_STAGES)
             fetch(
-                q_desc, stats_desc, q_s, lse_s, q_full, q_empty, step, batch, head, row, lse_row,
-                Q_STAGES,
-            )  # fmt: skip
-            fetch(
-                do_desc, stats_desc, do_s, delta_s, do_full, do_empty, step, batch, head, row,
-                delta_row, DO_STAGES,
+                do_desc, stats_desc, do_s, delta_s, do_full, do_empty, step, at, delta_row,
+                DO_STAGES,
             )  # fmt: skip
             step += 1
 
@@ -229,8 +228,8 @@ def add(adding, constants: gl.constexpr):
     sums_desc, counter_ptr, buffers, barriers, where, walk = adding
     parts = buffers[7]
     part_full, part_empty = barriers[6], barriers[7]
-    batch, head_k, heads_k, _, padded_q, tile, end_before = where
-    _, end_tile, tiles_of_head, group = walk
+    batch, head_k, heads_k, _, padded_q, tile, end_before, packed = where
+    _, end_tile, tiles_of_head, group, _, _ = walk
     BLOCK_M: gl.constexpr = constants[0]
     HEAD_DIM: gl.constexpr = constants[2]
     ORDERED: gl.constexpr = constants[5]
@@ -241,7 +240,7 @@ def add(adding, constants: gl.constexpr):
         row_of_head = ((batch * heads_k + head_k) * group + member) * padded_q
         for i in range(tiles_of_head):
             m = end_tile - 1 - i
-            row = row_of_head + m * BLOCK_M
+            row = row_of_head + packed[0] + m * BLOCK_M
             # -- wait: for the part, and in a fixed order for the program of the keys before
             own_position = member * n_tiles + n_tiles - m
             begins = True  # whether no other program adds to these sums before
@@ -288,9 +287,9 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     dk_desc, dv_desc, buffers, barriers, where, walk, limits, sm_scale = computing
     q_s, do_s, lse_s, delta_s, k_s, v_s, ds_s, parts = buffers
     k_full, v_full, q_full, q_empty, do_full, do_empty, part_full, part_empty = barriers
-    batch, head_k, _, _, _, _, _ = where
-    start_n, end_tile, tiles_of_head, group = walk
-    seqlen_q, seqlen_k, left, right = limits
+    batch, head_k, _, _, _, _, _, packed = where
+    start_n, end_tile, tiles_of_head, group, seqlen_q, seqlen_k = walk
+    left, right = limits
     BLOCK_M: gl.constexpr = constants[0]
     Q_STAGES: gl.constexpr = constants[1]
     HEAD_DIM: gl.constexpr = constants[2]
@@ -391,9 +390,75 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     k.store((dk * sm_scale).to(dtype))
     v.store(dv.to(dtype))
     fence_async_shared()
-    tma_store(dk_desc, [batch, head_k, own_n, 0], k)
-    tma_store(dv_desc, [batch, head_k, own_n, 0], v)
+    at = coordinates(batch, head_k, own_n, seqlen_k, packed[2])
+    tma_store(dk_desc, at, k)
+    tma_store(dv_desc, at, v)
     tma.store_wait(0)
+
+
+@gluon.jit
+def share(descs, counter_ptr, where, walk, limits, sm_scale, constants: gl.constexpr):
+    """Share the work of a program between its roles."""
+    # -- shared memory
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, sums_desc = descs
+    BLOCK_M: gl.constexpr = constants[0]
+    Q_STAGES: gl.constexpr = constants[1]
+    HEAD_DIM: gl.constexpr = constants[2]
+    DO_STAGES: gl.constexpr = constants[7]
+    dtype: gl.constexpr = q_desc.dtype
+    PART: gl.constexpr = HEAD_DIM * BLOCK_M // KEYS
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, HEAD_DIM], dtype)
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
+    part_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, PART], gl.float32)
+    row_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M], gl.float32)
+    q_s = gl.allocate_shared_memory(dtype, [Q_STAGES, BLOCK_M, HEAD_DIM], q_layout)
+    do_s = gl.allocate_shared_memory(dtype, [DO_STAGES, BLOCK_M, HEAD_DIM], q_layout)
+    lse_s = gl.allocate_shared_memory(gl.float32, [Q_STAGES, BLOCK_M], row_layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK_M], row_layout)
+    k_s = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], k_layout)
+    v_s = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], k_layout)
+    ds_s = gl.allocate_shared_memory(dtype, [4, ROWS, BLOCK_M], ds_layout)
+    parts = gl.allocate_shared_memory(gl.float32, [2, ROWS, PART], part_layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [1], bar)
+    v_full = gl.allocate_shared_memory(gl.int64, [1], bar)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], bar)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], bar)
+    do_full = gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], bar)
+    do_empty = gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], bar)
+    part_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    part_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    mbarrier.init(k_full, count=1)
+    mbarrier.init(v_full, count=1)
+    for b in gl.static_range(Q_STAGES):
+        mbarrier.init(q_full.index(b), count=1)
+        mbarrier.init(q_empty.index(b), count=2)
+    for b in gl.static_range(DO_STAGES):
+        mbarrier.init(do_full.index(b), count=1)
+        mbarrier.init(do_empty.index(b), count=2)
+    for b in gl.static_range(2):
+        mbarrier.init(part_full.index(b), count=1)
+        mbarrier.init(part_empty.index(b), count=1)
+
+    # -- roles
+    buffers = (q_s, do_s, lse_s, delta_s, k_s, v_s, ds_s, parts)
+    barriers = (k_full, v_full, q_full, q_empty, do_full, do_empty, part_full, part_empty)
+    computing = (dk_desc, dv_desc, buffers, barriers, where, walk, limits, sm_scale)
+    loading = ((q_desc, k_desc, v_desc, do_desc, stats_desc), buffers, barriers, where, walk)
+    adding = (sums_desc, counter_ptr, buffers, barriers, where, walk)
+    ME_0: gl.constexpr = 0
+    ME_1: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (consume, (computing, ME_0, constants)),
+            (consume, (computing, ME_1, constants)),
+            (load, (loading, constants)),
+            (add, (adding, constants)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )
 
 
 @gluon.jit(
@@ -455,68 +520,15 @@ def attention_hopper_bwd_kernel(
         end_before = gl.where(tile > 0, gl.cdiv(end, BLOCK_M), 0)
         counter_ptr += batch_head_k * n_tiles + tile
 
-    # -- shared memory
-    dtype: gl.constexpr = q_desc.dtype
-    PART: gl.constexpr = HEAD_DIM * BLOCK_M // KEYS
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, HEAD_DIM], dtype)
-    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
-    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
-    part_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, PART], gl.float32)
-    row_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M], gl.float32)
-    q_s = gl.allocate_shared_memory(dtype, [Q_STAGES, BLOCK_M, HEAD_DIM], q_layout)
-    do_s = gl.allocate_shared_memory(dtype, [DO_STAGES, BLOCK_M, HEAD_DIM], q_layout)
-    lse_s = gl.allocate_shared_memory(gl.float32, [Q_STAGES, BLOCK_M], row_layout)
-    delta_s = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK_M], row_layout)
-    k_s = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], k_layout)
-    v_s = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], k_layout)
-    ds_s = gl.allocate_shared_memory(dtype, [4, ROWS, BLOCK_M], ds_layout)
-    parts = gl.allocate_shared_memory(gl.float32, [2, ROWS, PART], part_layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [1], bar)
-    v_full = gl.allocate_shared_memory(gl.int64, [1], bar)
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], bar)
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], bar)
-    do_full = gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], bar)
-    do_empty = gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], bar)
-    part_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    part_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    mbarrier.init(k_full, count=1)
-    mbarrier.init(v_full, count=1)
-    for b in gl.static_range(Q_STAGES):
-        mbarrier.init(q_full.index(b), count=1)
-        mbarrier.init(q_empty.index(b), count=2)
-    for b in gl.static_range(DO_STAGES):
-        mbarrier.init(do_full.index(b), count=1)
-        mbarrier.init(do_empty.index(b), count=2)
-    for b in gl.static_range(2):
-        mbarrier.init(part_full.index(b), count=1)
-        mbarrier.init(part_empty.index(b), count=1)
-
     # -- roles
-    buffers = (q_s, do_s, lse_s, delta_s, k_s, v_s, ds_s, parts)
-    barriers = (k_full, v_full, q_full, q_empty, do_full, do_empty, part_full, part_empty)
     batch, head_k = batch_head_k // heads_k, batch_head_k % heads_k
-    where = (batch, head_k, heads_k, batches, padded_q, tile, end_before)
-    walk = (start_n, end_tile, tiles_of_head, group)
-    limits = (seqlen_q, seqlen_k, left, right)
+    where = (batch, head_k, heads_k, batches, padded_q, tile, end_before, (0, None, None))
+    walk = (start_n, end_tile, tiles_of_head, group, seqlen_q, seqlen_k)
     constants: gl.constexpr = (
         BLOCK_M, Q_STAGES, HEAD_DIM, HAS_LEFT, HAS_RIGHT, ORDERED, ALL_WHOLE, DO_STAGES, LATE,
     )  # fmt: skip
-    computing = (dk_desc, dv_desc, buffers, barriers, where, walk, limits, sm_scale)
-    loading = ((q_desc, k_desc, v_desc, do_desc, stats_desc), buffers, barriers, where, walk)
-    adding = (sums_desc, counter_ptr, buffers, barriers, where, walk)
-    ME_0: gl.constexpr = 0
-    ME_1: gl.constexpr = 1
-    gl.warp_specialize(
-        [
-            (consume, (computing, ME_0, constants)),
-            (consume, (computing, ME_1, constants)),
-            (load, (loading, constants)),
-            (add, (adding, constants)),
-        ],
-        [4, 1, 1],
-        [240, 24, 24],
-    )
+    descs = (q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, sums_desc)
+    share(descs, counter_ptr, where, walk, (left, right), sm_scale, constants)
 
 
 # -- the end

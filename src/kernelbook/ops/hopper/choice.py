@@ -58,6 +58,9 @@ TWO = Config(2, 128, 4, True)
 ONE_TILE = replace(CONFIGS[128], take_turns=False, persistent=False)
 """For head_dim 128, programs that compute a tile each."""
 
+WIDE = replace(CONFIGS[64], take_turns=False, persistent=False)
+"""The same for head_dim 64."""
+
 
 # -- which kernel is the fastest
 
@@ -77,6 +80,26 @@ records both kernels at 1,024, 4,096 and 16,384 keys, and that on attention in m
 1,024 at head_dim 128. Beside them these decided, in TFLOP/s, plain Triton first: at head_dim 64,
 401 and 380 for causal at 2,048 keys, and 287 and 343 for a window of 1,024 among 16,384. The limits
 between measured lengths are interpolated."""
+
+
+VARLEN = {
+    (64, "full"): WIDE,
+    (64, "causal"): None,
+    (64, "window"): None,
+    (128, "full"): ONE_TILE,
+    (128, "causal"): ONE_TILE,
+    (128, "window"): ONE_TILE,
+}
+"""The same for packed sequences, whose lengths the host does not know, by head_dim and mask alone;
+None is the kernel of ``attention.varlen``. Each program computes one tile.
+
+Measured on an H100 in bfloat16, with 32 sequences of 128 to 4,096 tokens and 2,048 columns, plain
+Triton first, in ms: at head_dim 64, 4.15 and 3.66 full, 2.20 and 2.22 causal, 0.96 and 1.03 with a
+window of 256 keys; at head_dim 128, 0.70 and 0.65 with that window. The chapter on attention in
+models records head_dim 128 with a causal mask."""
+
+VARLEN_DEFAULTS = {64: WIDE, 128: ONE_TILE}
+"""The configuration for who asks for Gluon where plain Triton is faster."""
 
 
 def mask_of(left: int | None, right: int | None) -> str:
@@ -233,6 +256,47 @@ def loaded(load: Callable[[], Callable]) -> Callable[[], tuple[Callable | None, 
             return None, f"Triton {triton.__version__} lacks a part of Gluon: {error}"
 
     return find
+
+
+@planned
+def varlen_choice(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    head_dim: int,
+    bounds: scope.Window,
+    backend: str = "auto",
+    backward: bool = False,
+) -> Choice:
+    """Return which kernels compute packed sequences, and why not the other.
+
+    As :func:`forward_choice`, and for the backward pass as ``backward_choice``. ``bounds`` are
+    those of the longest sequence.
+    """
+    from kernelbook.ops.hopper import backward_choice
+
+    if backend == "triton":
+        return Choice("triton", None, "backend is 'triton'")
+    if why_not := unsupported(capability, dtype, head_dim) or varlen_in_gluon()[1]:
+        if backend == "gluon":
+            refuse(why_not)
+        return Choice("triton", None, why_not)
+    mask = mask_of(*bounds)
+    table, defaults = VARLEN, VARLEN_DEFAULTS
+    if backward:
+        table, defaults = backward_choice.VARLEN, backward_choice.CONFIGS
+    config = table[head_dim, mask]
+    if backend == "gluon":
+        return Choice("gluon", config or defaults[head_dim], "backend is 'gluon'")
+    reason = f"measured to be faster for packed sequences, {mask}"
+    return Choice("gluon" if config else "triton", config, reason)
+
+
+@loaded
+def varlen_in_gluon() -> object:
+    """Return the module of the kernels for packed sequences."""
+    from kernelbook.ops.hopper import varlen
+
+    return varlen
 
 
 @loaded

@@ -29,7 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernelbook import runtime
 from kernelbook.ops.attention import scope, tiles, tuned
 from kernelbook.ops.attention.scope import key_stages, seen_keys
-from kernelbook.ops.attention.tiles import LN2, LOG2E, LOWEST
+from kernelbook.ops.attention.tiles import LN2, LOG2E, LOWEST, PACKED_END
 from kernelbook.ops.hopper.choice import (  # noqa: F401  (what says whether and how it runs)
     CHOICES,
     CONFIGS,
@@ -65,6 +65,19 @@ def pass_turn(ME: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 # -- which tiles
+
+
+@gluon.jit
+def coordinates(batch, head, row, length, end):
+    """Where a tile lies, for a descriptor: of a tensor, or of packed sequences.
+
+    ``end`` is None, or the row of the packed tensor at which a sequence of so many rows ends: see
+    :func:`tiles.describe`.
+    """
+    if end is None:
+        return [batch, head, row, 0]
+    else:
+        return [PACKED_END, end, head, PACKED_END - length + row, 0]
 
 
 @gluon.jit
@@ -124,17 +137,21 @@ def place(turn, heads_and_limits, constants: gl.constexpr):
 
     Tiles of queries alternate between heads; the last queries see the most keys and come first.
     """
-    n_tiles, batch_heads, _, _, seqlen_q, seqlen_k, left, right = heads_and_limits
+    n_tiles, batch_heads, _, _, seqlen_q, seqlen_k, left, right, packed = heads_and_limits
     HEADS_AT_ONCE: gl.constexpr = constants[0]
     BLOCK_M: gl.constexpr = constants[4] * ROWS
     BLOCK_N: gl.constexpr = constants[5]
-    first_head, rest = order_of_turn(turn, n_tiles, batch_heads, constants)
-    batch_head, tile = first_head, rest
-    if HEADS_AT_ONCE > 1:
-        alternating = gl.minimum(batch_heads - first_head, HEADS_AT_ONCE)
-        batch_head = first_head + rest % alternating
-        tile = rest // alternating
-    start_m = (n_tiles - 1 - tile) * BLOCK_M
+    of_sequence, start_of_sequence, _, _ = packed
+    if of_sequence is None:
+        first_head, rest = order_of_turn(turn, n_tiles, batch_heads, constants)
+        batch_head, tile = first_head, rest
+        if HEADS_AT_ONCE > 1:
+            alternating = gl.minimum(batch_heads - first_head, HEADS_AT_ONCE)
+            batch_head = first_head + rest % alternating
+            tile = rest // alternating
+        start_m = (n_tiles - 1 - tile) * BLOCK_M
+    else:
+        batch_head, start_m = of_sequence, start_of_sequence
     first, _, _, end = key_stages(
         start_m, start_m + BLOCK_M - 1, seqlen_q, seqlen_k, left, right, constants[1],
         constants[2], BLOCK_N,
@@ -150,7 +167,7 @@ def place_of_consumer(turn, heads_and_limits, ME: gl.constexpr, constants: gl.co
     ``unseen`` tiles of keys from the right edge of the program's on they do not see. Tiles below
     whole have keys to mask on the left, those from cut on keys to mask on the right.
     """
-    _, _, _, _, seqlen_q, seqlen_k, left, right = heads_and_limits
+    _, _, _, _, seqlen_q, seqlen_k, left, right, _ = heads_and_limits
     BLOCK_N: gl.constexpr = constants[5]
     STAGES: gl.constexpr = constants[6]
     _, start_m, first, end = place(turn, heads_and_limits, constants)
@@ -186,26 +203,25 @@ def fetch(
     full,
     empty,
     i,  # which tile of this program's, counted from its first
-    batch,
-    head,
-    row,
+    at,  # where the tile lies, for the descriptor
     STAGES: gl.constexpr,
 ):
     """Ask for a tile of keys or values as soon as all consumers have read what is in its slot."""
     slot = i % STAGES
     mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
     mbarrier.expect(full.index(slot), desc.block_type.nbytes)
-    tma_load(desc, [batch, head, row, 0], full.index(slot), ring.index(slot))
+    tma_load(desc, at, full.index(slot), ring.index(slot))
 
 
 @gluon.jit
 def load(loading, constants: gl.constexpr):
     """Load what all turns of this program need, as soon as there is room for it."""
     descs, buffers, barriers, heads_and_limits = loading
-    q_desc, k_desc, v_desc = descs
+    q_desc, k_desc, v_desc, _ = descs
     q_s, k_s, v_s, _ = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    n_tiles, batch_heads, heads, group, _, _, _, _ = heads_and_limits
+    n_tiles, batch_heads, heads, group, seqlen_q, seqlen_k, _, _, packed = heads_and_limits
+    _, _, end_q, end_k = packed
     CONSUMERS: gl.constexpr = constants[4]
     BLOCK_N: gl.constexpr = constants[5]
     STAGES: gl.constexpr = constants[6]
@@ -217,22 +233,24 @@ def load(loading, constants: gl.constexpr):
         batch, head = batch_head // heads, batch_head % heads
         for tile in range(end - first):
             k_row = (end - 1 - tile) * BLOCK_N
-            fetch(k_desc, k_s, k_full, k_empty, i, batch, head // group, k_row, STAGES)
+            at = coordinates(batch, head // group, k_row, seqlen_k, end_k)
+            fetch(k_desc, k_s, k_full, k_empty, i, at, STAGES)
             if i > 0:
-                fetch(v_desc, v_s, v_full, v_empty, i - 1, v_batch, v_head, v_row, STAGES)
+                at = coordinates(v_batch, v_head, v_row, seqlen_k, end_k)
+                fetch(v_desc, v_s, v_full, v_empty, i - 1, at, STAGES)
             # -- queries: for each consumer its own, as soon as it has read the last ones
             if tile == 0:
                 for g in gl.static_range(CONSUMERS):
                     mbarrier.wait(q_empty.index(g), (turn & 1) ^ 1)
                     mbarrier.expect(q_full.index(g), q_desc.block_type.nbytes)
-                    tma_load(
-                        q_desc, [batch, head, start_m + g * ROWS, 0], q_full.index(g), q_s.index(g)
-                    )
+                    at = coordinates(batch, head, start_m + g * ROWS, seqlen_q, end_q)
+                    tma_load(q_desc, at, q_full.index(g), q_s.index(g))
             v_batch = batch
             v_head = head // group
             v_row = k_row
             i += 1
-    fetch(v_desc, v_s, v_full, v_empty, i - 1, v_batch, v_head, v_row, STAGES)
+    at = coordinates(v_batch, v_head, v_row, seqlen_k, end_k)
+    fetch(v_desc, v_s, v_full, v_empty, i - 1, at, STAGES)
 
 
 # -- a consumer
@@ -313,14 +331,16 @@ def weigh(
 @gluon.jit
 def finish(l_i, m_i, lse_ptr, turn, heads_and_limits, ME: gl.constexpr, constants: gl.constexpr):
     """Write lse of this consumer's queries of a turn, and return by what to multiply the sum."""
-    _, _, _, _, seqlen_q, seqlen_k, left, right = heads_and_limits
+    _, _, _, _, seqlen_q, seqlen_k, left, right, packed = heads_and_limits
     row: gl.constexpr = m_i.type.layout
     batch_head, start_m, _, _ = place(turn, heads_and_limits, constants)
     queries = start_m + ME * ROWS + gl.arange(0, ROWS, row)
     seen = seen_keys(queries, seqlen_q, seqlen_k, left, right, constants[1], constants[2])
     total = gl.convert_layout(gl.sum(l_i, 1), row, assert_trivial=True)
     total = gl.where((total == 0) & (seen[1] > 0), float("nan"), total)  # see sum_of_weights
-    lse_ptrs = lse_ptr + batch_head.to(gl.int64) * seqlen_q + queries
+    if packed[0] is None:
+        lse_ptr += batch_head.to(gl.int64) * seqlen_q
+    lse_ptrs = lse_ptr + queries
     gl.store(lse_ptrs, (m_i + gl.log2(total)) * LN2, mask=queries < seqlen_q)
     return 1 / gl.where(total == 0, 1.0, total)
 
@@ -328,15 +348,16 @@ def finish(l_i, m_i, lse_ptr, turn, heads_and_limits, ME: gl.constexpr, constant
 @gluon.jit
 def write(acc, inverse, out_desc, buffer, turn, heads_and_limits, ME, constants: gl.constexpr):
     """Write out of this consumer's queries of a turn, by a copy that is not waited for."""
-    heads = heads_and_limits[2]
+    heads, seqlen_q = heads_and_limits[2], heads_and_limits[4]
+    _, _, end_q, _ = heads_and_limits[8]
     row_of_acc: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     batch_head, start_m, _, _ = place(turn, heads_and_limits, constants)
     acc = acc * gl.convert_layout(inverse, row_of_acc, assert_trivial=True)[:, None]
     tma.store_wait(0)  # the last turn's copy may not have read the buffer
     buffer.store(acc.to(out_desc.dtype))
     fence_async_shared()
-    where = [batch_head // heads, batch_head % heads, start_m + ME * ROWS, 0]
-    tma_store(out_desc, where, buffer)
+    batch, head = batch_head // heads, batch_head % heads
+    tma_store(out_desc, coordinates(batch, head, start_m + ME * ROWS, seqlen_q, end_q), buffer)
 
 
 @gluon.jit
@@ -365,7 +386,7 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     out_desc, lse_ptr, buffers, barriers, heads_and_limits, scale_log2 = computing
     q_s, k_s, v_s, out_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    n_tiles, batch_heads, _, _, seqlen_q, seqlen_k, left, right = heads_and_limits
+    n_tiles, batch_heads, _, _, seqlen_q, seqlen_k, left, right, _ = heads_and_limits
     HAS_LEFT: gl.constexpr = constants[1]
     HAS_RIGHT: gl.constexpr = constants[2]
     ALL_WHOLE: gl.constexpr = constants[3]
@@ -375,6 +396,7 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     TURNS: gl.constexpr = constants[7]
     HEAD_DIM: gl.constexpr = constants[8]
     WINDOW: gl.constexpr = constants[10]
+    ONE_TURN: gl.constexpr = constants[11]
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     row: gl.constexpr = gl.SliceLayout(1, score_layout)
@@ -418,7 +440,9 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     continues = False  # whether there is a sum, to which the weights of before add
 
     # -- attend: from the last key to the first, one tile of weights behind the scores
-    more = (tile > first) | (turns > 1)  # whether there is another tile
+    more = tile > first  # whether there is another tile
+    if not ONE_TURN:
+        more = more | (turns > 1)
     mbarrier.wait(k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=more)
     while more:
         # -- next: tile of keys, or if that was the first one, tile of queries
@@ -426,7 +450,7 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
         i += 1
         tile -= 1
         begins = tile < first
-        if begins:
+        if not ONE_TURN and begins:
             turn += 1
             start_m, first, whole, cut, tile, unseen = place_of_consumer(
                 turn, heads_and_limits, ME, constants
@@ -449,7 +473,7 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
             pass_turn(ME, CONSUMERS)
         # -- finish: statistics of the last turn, while the matmuls run
         inverse = m_i
-        if begins:
+        if not ONE_TURN and begins:
             inverse = finish(l_i, m_i, lse_ptr, turn - 1, heads_and_limits, ME, constants)
             m_i = gl.full([ROWS], LOWEST, gl.float32, row)
             l_i = sum_in_thread(gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout))
@@ -481,11 +505,13 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
         weights, alpha, l_i, m_i = weigh(s, l_i, m_i, scale_log2)
         # -- rescale: not before the next keys are there. That wait is a branch, behind which the
         # assembler moves no weights; it would compute them after the sum, and overlap nothing.
-        more = (tile > first) | (turn + 1 < turns)
+        more = tile > first
+        if not ONE_TURN:
+            more = more | (turn + 1 < turns)
         mbarrier.wait(k_full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=more)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(slot_before))
-        if begins:
+        if begins:  # not left out with one turn: Triton 3.6 cannot compile the loop without it
             write(acc, inverse, out_desc, out_buffer, turn - 1, heads_and_limits, ME, constants)
         continues = not begins
         acc = acc * gl.convert_layout(alpha, row_of_acc, assert_trivial=True)[:, None]
@@ -498,6 +524,77 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     inverse = finish(l_i, m_i, lse_ptr, turn, heads_and_limits, ME, constants)
     write(acc, inverse, out_desc, out_buffer, turn, heads_and_limits, ME, constants)
     tma.store_wait(0)
+
+
+@gluon.jit
+def share(
+    descs,  # of q, k, v and out
+    lse_ptr,
+    heads_and_limits,
+    sm_scale,
+    constants: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr,
+):
+    """Share the work of a program between its roles."""
+    # -- shared memory: queries, rings of keys and values, results, and a barrier for each tile
+    q_desc, _, _, out_desc = descs
+    CONSUMERS: gl.constexpr = constants[4]
+    BLOCK_N: gl.constexpr = constants[5]
+    STAGES: gl.constexpr = constants[6]
+    HEAD_DIM: gl.constexpr = constants[8]
+    dtype: gl.constexpr = q_desc.dtype
+    QUERY_SLOTS: gl.constexpr = CONSUMERS if CONSUMERS != 3 else 4
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    q_s = gl.allocate_shared_memory(dtype, [QUERY_SLOTS, ROWS, HEAD_DIM], layout)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], layout)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], layout)
+    out_s = gl.allocate_shared_memory(dtype, [QUERY_SLOTS, ROWS, HEAD_DIM], layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [QUERY_SLOTS, 1], bar)
+    q_empty = gl.allocate_shared_memory(gl.int64, [QUERY_SLOTS, 1], bar)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    for g in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(g), count=1)
+        mbarrier.init(q_empty.index(g), count=1)
+    for b in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(b), count=1)
+        mbarrier.init(v_full.index(b), count=1)
+        mbarrier.init(k_empty.index(b), count=CONSUMERS)
+        mbarrier.init(v_empty.index(b), count=CONSUMERS)
+
+    # -- roles
+    buffers = (q_s, k_s, v_s, out_s)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    loading = (descs, buffers, barriers, heads_and_limits)
+    computing = (out_desc, lse_ptr, buffers, barriers, heads_and_limits, sm_scale * LOG2E)
+    ME_0: gl.constexpr = 0
+    ME_1: gl.constexpr = 1
+    ME_2: gl.constexpr = 2
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (computing, ME_0, constants)),
+                (consume, (computing, ME_1, constants)),
+                (load, (loading, constants)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, LOADER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (computing, ME_0, constants)),
+                (consume, (computing, ME_1, constants)),
+                (consume, (computing, ME_2, constants)),
+                (load, (loading, constants)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, LOADER_REGISTERS],
+        )
 
 
 @gluon.jit(do_not_specialize=["left", "right"])
@@ -527,68 +624,21 @@ def attention_hopper_fwd_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
     PAIRED: gl.constexpr,  # whether programs take pairs of a long and a short tile of queries
+    ONE_TURN: gl.constexpr,  # whether each program has one tile of queries
 ):
-    # -- shared memory: queries, rings of keys and values, results, and a barrier for each tile
-    dtype: gl.constexpr = q_desc.dtype
-    QUERY_SLOTS: gl.constexpr = CONSUMERS if CONSUMERS != 3 else 4
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    q_s = gl.allocate_shared_memory(dtype, [QUERY_SLOTS, ROWS, HEAD_DIM], layout)
-    k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], layout)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], layout)
-    out_s = gl.allocate_shared_memory(dtype, [QUERY_SLOTS, ROWS, HEAD_DIM], layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [QUERY_SLOTS, 1], bar)
-    q_empty = gl.allocate_shared_memory(gl.int64, [QUERY_SLOTS, 1], bar)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    for g in gl.static_range(CONSUMERS):
-        mbarrier.init(q_full.index(g), count=1)
-        mbarrier.init(q_empty.index(g), count=1)
-    for b in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(b), count=1)
-        mbarrier.init(v_full.index(b), count=1)
-        mbarrier.init(k_empty.index(b), count=CONSUMERS)
-        mbarrier.init(v_empty.index(b), count=CONSUMERS)
-
-    # -- roles
-    buffers = (q_s, k_s, v_s, out_s)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     n_tiles = gl.cdiv(seqlen_q, CONSUMERS * ROWS)
+    packed = (None, None, None, None)
     heads_and_limits = (
-        n_tiles, batch_heads, heads, group, seqlen_q, seqlen_k, left, right,
+        n_tiles, batch_heads, heads, group, seqlen_q, seqlen_k, left, right, packed,
     )  # fmt: skip
     constants: gl.constexpr = (
         HEADS_AT_ONCE, HAS_LEFT, HAS_RIGHT, ALL_WHOLE, CONSUMERS, BLOCK_N, STAGES, TURNS, HEAD_DIM,
-        PAIRED, HAS_LEFT and HAS_RIGHT,
+        PAIRED, HAS_LEFT and HAS_RIGHT, ONE_TURN,
     )  # fmt: skip
-    loading = ((q_desc, k_desc, v_desc), buffers, barriers, heads_and_limits)
-    computing = (out_desc, lse_ptr, buffers, barriers, heads_and_limits, sm_scale * LOG2E)
-    ME_0: gl.constexpr = 0
-    ME_1: gl.constexpr = 1
-    ME_2: gl.constexpr = 2
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (consume, (computing, ME_0, constants)),
-                (consume, (computing, ME_1, constants)),
-                (load, (loading, constants)),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, LOADER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consume, (computing, ME_0, constants)),
-                (consume, (computing, ME_1, constants)),
-                (consume, (computing, ME_2, constants)),
-                (load, (loading, constants)),
-            ],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, LOADER_REGISTERS],
-        )
+    descs = (q_desc, k_desc, v_desc, out_desc)
+    share(
+        descs, lse_ptr, heads_and_limits, sm_scale, constants, CONSUMER_REGISTERS, LOADER_REGISTERS
+    )  # fmt: skip
 
 
 # -- on the host
@@ -685,6 +735,7 @@ def _launch(
         CONSUMER_REGISTERS=REGISTERS[config.consumers][0],
         LOADER_REGISTERS=REGISTERS[config.consumers][1],
         PAIRED=paired,
+        ONE_TURN=not several,
         num_warps=4,
     )  # fmt: skip
     rows = ROWS.value, config.block_n, config.block_n, ROWS.value

@@ -106,7 +106,7 @@ def load(loading, constants: gl.constexpr):
     q_desc, k_desc, v_desc = descs
     q_s, k_s, v_s, _ = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    n_tiles, batch_heads, heads, group, _, _, _, _ = heads_and_limits
+    n_tiles, batch_heads, heads, group, _, _, _, _, _ = heads_and_limits
     CONSUMERS: gl.constexpr = constants[4]
     BLOCK_N: gl.constexpr = constants[5]
     STAGES: gl.constexpr = constants[6]
@@ -239,7 +239,7 @@ def finish(
     l_i, m_i, lse_ptr, turn, scales, heads_and_limits, ME: gl.constexpr, constants: gl.constexpr
 ):
     """Write lse of this consumer's queries of a turn, and return by what to multiply the sum."""
-    _, _, _, group, seqlen_q, seqlen_k, left, right = heads_and_limits
+    _, _, _, group, seqlen_q, seqlen_k, left, right, _ = heads_and_limits
     _, _, _, v_descale_ptr, _, _, v_step = scales
     row: gl.constexpr = m_i.type.layout
     batch_head, start_m, _, _ = place(turn, heads_and_limits, constants)
@@ -263,7 +263,7 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     out_desc, lse_ptr, buffers, barriers, heads_and_limits, scales = computing
     q_s, k_s, v_s, out_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    n_tiles, batch_heads, _, _, seqlen_q, seqlen_k, left, right = heads_and_limits
+    n_tiles, batch_heads, _, _, seqlen_q, seqlen_k, left, right, _ = heads_and_limits
     HAS_LEFT: gl.constexpr = constants[1]
     HAS_RIGHT: gl.constexpr = constants[2]
     ALL_WHOLE: gl.constexpr = constants[3]
@@ -468,8 +468,9 @@ def attention_hopper_fp8_fwd_kernel(
     # -- roles
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     n_tiles = gl.cdiv(seqlen_q, CONSUMERS * ROWS)
+    packed = (None, None, None, None)
     heads_and_limits = (
-        n_tiles, batch_heads, heads, group, seqlen_q, seqlen_k, left, right,
+        n_tiles, batch_heads, heads, group, seqlen_q, seqlen_k, left, right, packed,
     )  # fmt: skip
     constants: gl.constexpr = (
         HEADS_AT_ONCE, HAS_LEFT, HAS_RIGHT, ALL_WHOLE, CONSUMERS, BLOCK_N, STAGES, TURNS, HEAD_DIM,
