@@ -2,8 +2,8 @@
 Attention across GPUs
 =====================
 
-To learn from a text of a million tokens, a model must keep more than one GPU holds. *How do several
-GPUs share one attention, and how much of their speed is left when they do?*
+To train on a text of a million tokens, a model must keep more data than one GPU can hold. *How do
+several GPUs share one attention, and how much of their speed is left when they do?*
 
 You will learn
 
@@ -15,7 +15,7 @@ The speeds are those of a recorded run, unless two NVIDIA GPUs or more are at ha
 processes of the CPU run the same checks in Triton's :term:`interpreter`.
 """
 
-# sphinx_gallery_thumbnail_number = 1
+# sphinx_gallery_thumbnail_number = 2
 import json
 import os
 import re
@@ -47,48 +47,31 @@ if TINY:
     HEADS, HEAD_DIM = 4, 16
 
 # %%
-# What one GPU would need
-# -----------------------
+# The ring
+# --------
 #
-# The memory of one GPU is too small for a long text, because a layer keeps ``q``, ``k``, ``v``
-# and ``out`` of each token for the backward pass. With 16 heads of 128 numbers in bfloat16, each of
-# the four takes 4 KiB per token.
-
-# Folded: What attention keeps, by length
-KEPT, DURING, LAYERS = 4, 4, 32
-per_token = 16 * 128 * 2
-rows = [
-    {
-        "tokens": tokens,
-        "kept for one layer, GiB": KEPT * tokens * per_token / 2**30,
-        f"kept for {LAYERS} layers, GiB": LAYERS * KEPT * tokens * per_token / 2**30,
-        "gradients of one layer, GiB": DURING * tokens * per_token / 2**30,
-    }
-    for tokens in (65536, 262144, 1048576)
-]
-lab.table(rows, "What attention keeps, on paper")
+# For the backward pass, attention keeps ``q``, ``k``, ``v`` and ``out`` of each token. With 16
+# heads of 128 numbers in bfloat16, each of the four takes 4 KiB per token.
 
 # %%
 
 # Reading
+KEPT, LAYERS, H200_GIB = 4, 32, 140
+per_token = 16 * 128 * 2
 million = LAYERS * KEPT * 1048576 * per_token / 2**30
 lab.read(
-    f"At a million tokens, {LAYERS} layers keep {million:.0f} GiB for attention alone. An H200 has "
-    "141 GB, which must also hold the weights. A model that computes layers again in the backward "
-    "pass keeps less, at the price of time."
+    f"At a million tokens, {LAYERS} layers keep {million:.0f} GiB, {million / H200_GIB:.1f} times "
+    f"the {H200_GIB} GiB of an H200, which must hold the weights as well."
 )
 
 # %%
 # So several GPUs share the sequence. A process with its GPU is a :term:`rank`, and the number of
-# ranks is the *world*.
+# ranks is the *world*, :math:`W`.
 #
-# The ring
-# --------
-#
-# A query must meet all keys, but it can meet them part by part: :doc:`decoding
-# </chapters/attention_in_models>` attended to parts of the keys and merged the outputs by their
-# :term:`logsumexp`. A rank does the same with one part after another. Let ``out`` and ``lse``
-# belong to the keys met so far, and ``part`` and ``lse_part`` to the next part of the keys. Then
+# A query must meet all keys, but it can meet them part by part, because outputs over parts can be
+# merged by their :term:`logsumexp`, as in :doc:`decoding </chapters/attention_in_models>`. Let
+# ``out`` and ``lse`` belong to the keys met so far, and ``part`` and ``lse_part`` to the next part
+# of the keys. Then
 #
 # .. math::
 #
@@ -99,19 +82,21 @@ lab.read(
 #    \end{aligned}
 #
 # If the exponentials of a query's scores add up to 3 so far and to 1 over the next part, then
-# :math:`w = 1/4`: the new output is three quarters of ``out`` and one quarter of ``part``. In
-# PyTorch these are three lines of ``ring.merge``, which change ``out`` and ``lse`` in place:
-#
-# .. literalinclude:: /../src/kernelbook/ops/ring.py
-#    :language: python
-#    :pyobject: merge
-#    :start-at: w = torch
-#    :dedent:
-#
-# The sigmoid is zero by itself for a query that sees no key of the next part. If the query has met
-# no key so far either, :math:`-\infty` minus :math:`-\infty` is NaN, which ``masked_fill_``
-# replaces by zero.
-#
+# :math:`w = 1/4`: the new output is three quarters of ``out`` and one quarter of ``part``.
+
+# %%
+
+# Folded: ring.merge, which does this in place
+lab.listing(
+    {
+        "The merge. The sigmoid is 0 for a query that sees no key of the next part. If the query "
+        "has met no key so far either, −∞ minus −∞ is NaN, which masked_fill_ replaces by 0": (
+            ring.merge
+        )
+    }
+)
+
+# %%
 # .. admonition:: Key idea
 #    :class: kb-key
 #
@@ -120,13 +105,10 @@ lab.read(
 #
 # .. animation:: ring_of_ranks
 #
-# After as many steps as there are ranks, each query has met each key. This is *ring attention* (Liu
-# and others, in the references).
-#
-# If one process plays all ranks in turn, the ring without a mask fits into a few lines.
-# ``travelling[rank]`` are the keys and values that a rank has at the moment, ``found[rank]`` is its
-# output so far with its lse, and ``reference.attention`` is the formula in PyTorch, which returns
-# both. Three ranks find the output of the whole:
+# After as many steps as there are ranks, each query has met each key. This is *ring attention*, by
+# Liu and others. Here one process plays all ranks in turn, without a mask. ``travelling[rank]`` are
+# the keys and values that a rank has at the moment, and ``found[rank]`` is its output so far with
+# its lse. ``reference.attention`` is the formula in PyTorch, which returns both:
 
 
 def ring_in_turn(parts):
@@ -146,19 +128,26 @@ def ring_in_turn(parts):
     return [out for out, _ in found]
 
 
+# %%
+
+# Reading
 q, k, v = torch.randn(3, 1, 2, 12, 16, dtype=torch.float64)
 parts = list(zip(*(x.chunk(3, dim=2) for x in (q, k, v)), strict=True))
 out = torch.cat(ring_in_turn(parts), dim=2)
 whole, _ = reference.attention(q, k, v)
 torch.testing.assert_close(out.double(), whole, rtol=1e-5, atol=1e-6)
+lab.read(
+    "Three ranks find the output of the whole, to "
+    f"{(out - whole).abs().max().item():.0e} with sums in float32."
+)
 
 # %%
 # Who holds which tokens
 # ----------------------
 #
-# Under a causal mask the layout of the tokens decides who must work, because late tokens see more
-# keys than early ones: token :math:`t`, counted from 0, sees :math:`t + 1` keys. Let four ranks
-# share eight tokens, first in order and then with one token from either end:
+# Under a causal mask the layout of the tokens decides who must work, because token :math:`t`,
+# counted from 0, sees :math:`t + 1` keys. Let four ranks share eight tokens, first in order and
+# then with one token from either end:
 
 layouts = {
     "contiguous": [(0, 1), (2, 3), (4, 5), (6, 7)],
@@ -177,11 +166,8 @@ for layout, held in layouts.items():
 #    and :math:`2W - 1 - r`.
 #
 # The Llama 3 report describes this layout, and *striped attention* an earlier one that deals out
-# single tokens.
-#
-# With zig-zag, the work is equal in every step, too. This matters because a rank cannot go on
-# before its neighbour has sent the next keys. The figure numbers the steps; a dotted line ends
-# each:
+# single tokens. The next figure has a row for each piece of queries, a column for each piece of
+# keys, and in a cell the step in which they meet:
 
 # %%
 
@@ -209,6 +195,59 @@ def number_step(axes, x, y, step, fontsize=11):
     axes.text(x, y, str(step + 1), **look)
 
 
+def pieces_of(axes, layout):
+    """Which piece of queries meets which of keys, and in which step."""
+    pieces = range(2 * WORLD_DRAWN)
+    holder = [
+        piece // 2
+        if layout == "contiguous"
+        else min(piece, 2 * WORLD_DRAWN - 1 - piece)
+        for piece in pieces
+    ]
+    for row in pieces:
+        for column in range(row + 1):
+            step = (holder[row] - holder[column]) % WORLD_DRAWN
+            corners = [(column, row), (column, row + 1), (column + 1, row + 1)]
+            corners += [(column + 1, row)] if row > column else []
+            axes.fill(*zip(*corners, strict=True), linewidth=0, **look_of(step))
+            centre = 1 / 2 if row > column else 1 / 3  # of a cell, or of half a cell
+            number_step(axes, column + centre, row + 1 - centre, step, 8.5)
+    axes.set(xlim=(0, len(pieces)), ylim=(len(pieces), 0), aspect="equal")
+    axes.set_xticks([piece + 0.5 for piece in pieces], holder)
+    axes.set_yticks([piece + 0.5 for piece in pieces], holder)
+    axes.set(xlabel="keys of rank", ylabel="queries of rank")
+    axes.grid(visible=False)
+    axes.tick_params(length=0)
+    axes.set_title(layout.replace("zigzag", "zig-zag"), fontsize=11, loc="left")
+
+
+def both_masks(*panels):
+    for axes, layout in zip(panels, ("contiguous", "zigzag"), strict=True):
+        pieces_of(axes, layout)
+
+
+lab.sketch(
+    "Which queries meet which keys, by step",
+    "Two triangles of 8 by 8 pieces. Contiguous: the pieces of rank 0 have one shade, those of "
+    "rank 3 four, and most of the area. Zig-zag: each rank has a short row and a long one, of the "
+    "same area together, and in each step half of the scores of its pieces.",
+    both_masks,
+    panels=2,
+    height=3.1,
+)
+
+# %%
+# With zig-zag the work is equal not only in sum but in every step. A rank holds an early piece and
+# a late one. When the keys come from a lower rank, all queries see its early piece and none see its
+# late piece. When they come from a higher rank, the late queries see both pieces and the early
+# queries see neither. Either way half of the scores remain, as in a rank's own part under the mask.
+# In the next figure a bar is a rank's work in a step, and a dotted line ends each step, because a
+# rank waits for its neighbour's keys:
+
+# %%
+
+
+# Drawing
 def steps_of(axes, layout):
     """A row for each rank, with a bar for each step that begins when the slowest is done."""
     begin = 0.0
@@ -253,92 +292,23 @@ lab.sketch(
 )
 
 # %%
-# Why is every step of zig-zag the same work? ``ring._work`` decides which of its queries a ``rank``
-# computes with which keys of the rank ``source``, and whether under the mask:
-#
-# .. literalinclude:: /../src/kernelbook/ops/ring.py
-#    :language: python
-#    :pyobject: _work
-#    :start-at: all_of_it, half
-#    :dedent:
-#
-# The first half of a rank's tokens is its early piece, and the second half its late one. Of a lower
-# rank's keys, all queries see the early piece and none the late one. Of a higher rank's keys, the
-# late queries see all and the early queries none. Either way half of the scores remain, as in a
-# rank's own part under the mask. Rows of the next figure are pieces of queries, columns pieces of
-# keys, and the numbers are steps:
-
-# %%
-
-# Drawing
-
-
-def pieces_of(axes, layout):
-    """Which piece of queries meets which of keys, and in which step."""
-    pieces = range(2 * WORLD_DRAWN)
-    holder = [
-        piece // 2
-        if layout == "contiguous"
-        else min(piece, 2 * WORLD_DRAWN - 1 - piece)
-        for piece in pieces
-    ]
-    for row in pieces:
-        for column in range(row + 1):
-            step = (holder[row] - holder[column]) % WORLD_DRAWN
-            corners = [(column, row), (column, row + 1), (column + 1, row + 1)]
-            corners += [(column + 1, row)] if row > column else []
-            axes.fill(*zip(*corners, strict=True), linewidth=0, **look_of(step))
-            left = 0.5 if row > column else 0.32
-            number_step(axes, column + left, row + 1.02 - left, step, 7)
-    axes.set(xlim=(0, len(pieces)), ylim=(len(pieces), 0), aspect="equal")
-    axes.set_xticks([piece + 0.5 for piece in pieces], holder)
-    axes.set_yticks([piece + 0.5 for piece in pieces], [f"rank {r}" for r in holder])
-    axes.set_xlabel("keys of rank")
-    axes.grid(visible=False)
-    axes.tick_params(length=0)
-    axes.set_title(layout.replace("zigzag", "zig-zag"), fontsize=11, loc="left")
-
-
-def both_masks(*panels):
-    for axes, layout in zip(panels, ("contiguous", "zigzag"), strict=True):
-        pieces_of(axes, layout)
-
-
-lab.sketch(
-    "Which queries meet which keys, by step",
-    "Two triangles of 8 by 8 pieces. Contiguous: the pieces of rank 0 have one shade, those of "
-    "rank 3 four, and most of the area. Zig-zag: each rank has a short row and a long one, of the "
-    "same area together, and in each step half of the scores of its pieces.",
-    both_masks,
-    panels=2,
-    height=3.0,
-)
-
-# %%
-# Let one unit of time compute the scores of all queries of one rank with all keys of another.
-# Zig-zag takes half a unit per step, :math:`W / 2` in all. Contiguous parts take half a unit for
-# the first step, and a whole one for each other because the last rank needs it, :math:`W - 1/2` in
-# all.
-# **So by this count zig-zag is 1.5 times as fast with two ranks, and nearly twice as fast with
-# many.**
+# Take as unit the time for all queries of one rank with all keys of another. Zig-zag takes half a
+# unit per step, :math:`W / 2` in all. Contiguous parts take half a unit for the first step and a
+# whole unit for each of the :math:`W - 1` others: :math:`W - 1/2` in all. **So by this count
+# zig-zag is 1.5 times as fast with two ranks, and nearly twice as fast with many.**
 #
 # The loop of a rank
 # ------------------
 #
-# A rank sends and computes at once, because NCCL, NVIDIA's library for communication, transfers on
-# a :term:`stream` of its own. ``ring._pass_on(sent, group, into)`` begins to send the tensors
-# ``sent`` to the next rank, and to receive those of the rank before in the tensors ``into``. It
-# returns at once, with what to wait for:
+# A rank sends and computes at the same time, because NCCL, NVIDIA's library for communication,
+# transfers on a :term:`stream` of its own. ``ring._pass_on(sent, group, into)`` begins to send
+# ``sent`` to the next rank and to receive ``into`` from the rank before. It returns at once, with
+# what to wait for. With NCCL, ``wait`` only makes the stream of the kernels wait, and not the host.
 #
-# .. literalinclude:: /../src/kernelbook/ops/ring.py
-#    :language: python
-#    :pyobject: _pass_on
-#    :start-at: rank, world
-#    :dedent:
-#
-# This is ``ring_in_turn`` as one rank runs it, under a causal mask and with zig-zag. ``kv`` are the
-# keys and values that the rank has, and ``following`` is the memory for the next. ``attention`` is
-# the kernel of the earlier chapters:
+# This is ``ring_in_turn`` as one rank runs it, under a causal mask and with zig-zag. ``following``
+# is the memory for the next keys and values, ``ring._work`` returns which queries meet which keys
+# of the rank ``source`` and whether the mask applies, and ``attention`` is the kernel of the
+# earlier chapters:
 
 
 def ring_of_rank(rank, world, q, k, v):
@@ -380,7 +350,7 @@ def whole_by_ring(rank, world, q, k, v):
 
 # %%
 
-# Folded: The same on real ranks, beside the package and float64
+# Reading
 generator = torch.Generator().manual_seed(1)
 drawn = torch.randn(3, 1, 2, 16 * ranks.world, HEAD_DIM, generator=generator).to(DTYPE)
 truth, _ = reference.attention(*drawn.double(), True)
@@ -389,12 +359,25 @@ errors = [
     for out in ranks.run(whole_by_ring, *drawn)[0]
 ]
 assert max(errors) < 0.05
-print(f"largest error: ours {errors[0]:.1e}, the package {errors[1]:.1e}")
+lab.read(
+    f"On {ranks.world} ranks its output differs from float64 by at most {errors[0]:.1e}, and that "
+    f"of the package by {errors[1]:.1e}."
+)
 
 # %%
-# The package's loop, in a fold below, also reuses the memory of parts that were sent, and keeps the
-# lse of *all* keys for the backward pass. With two ranks its sums have 16 bits, because a single
-# addition is rounded once either way; with more they have 32, because roundings would pile up.
+
+# Folded: The two helpers: _work, which queries meet which keys, and _pass_on, the transfer
+lab.listing(
+    {
+        "What a rank computes with the keys of the rank source: queries, keys, and whether under "
+        "the mask": ring._work,
+        "How a transfer begins": ring._pass_on,
+    }
+)
+
+# %%
+# With two ranks the package's sums have 16 bits, because there is only one addition; with more they
+# have 32, because the roundings of many additions would pile up.
 #
 # The backward pass
 # -----------------
@@ -407,8 +390,8 @@ print(f"largest error: ours {errors[0]:.1e}, the package {errors[1]:.1e}")
 #    With the lse of all keys, the weights of each part are already those of the whole, so the
 #    gradients of the parts are terms of a sum, and nothing has to be merged.
 #
-# In PyTorch, these are the terms of one part, by the steps of :doc:`/chapters/attention_backward`.
-# ``out`` and ``lse`` are of all keys:
+# These are the terms of one part, by the steps of :doc:`/chapters/attention_backward`, with ``out``
+# and ``lse`` of all keys:
 
 
 def terms_of_part(q, k, v, out, lse, do):
@@ -421,9 +404,9 @@ def terms_of_part(q, k, v, out, lse, do):
 
 
 # %%
-# The terms of ``dq`` belong to the rank's own queries, and stay. Those of ``dk`` and ``dv`` belong
-# to keys of another rank, so their sums travel with these keys. Each rank adds its terms as they
-# pass, and a last transfer brings them home:
+# The terms of ``dq`` belong to the rank's own queries, and stay. The sums of ``dk`` and ``dv``
+# travel with their keys. Each rank adds its terms as they pass, and a last transfer brings them
+# home:
 
 
 def ring_backward_in_turn(parts, outs, lses, dos):
@@ -442,25 +425,35 @@ def ring_backward_in_turn(parts, outs, lses, dos):
 
 # %%
 
-# Measuring
+# Reading
 wholes = [x.clone().requires_grad_() for x in (q, k, v)]
 out_of_all = F.scaled_dot_product_attention(*wholes)
 d_out = torch.randn_like(out_of_all)
 expected = torch.autograd.grad(out_of_all, wholes, d_out)
 _, lse_of_all = reference.attention(q, k, v)
 by_rank = [x.chunk(3, 2) for x in (out_of_all.detach(), lse_of_all, d_out)]
-gradients = zip(*ring_backward_in_turn(parts, *by_rank), strict=True)
-for pieces, gradient in zip(gradients, expected, strict=True):
-    torch.testing.assert_close(torch.cat(pieces, 2), gradient)
+gradients = [
+    torch.cat(pieces, 2)
+    for pieces in zip(*ring_backward_in_turn(parts, *by_rank), strict=True)
+]
+for found, gradient in zip(gradients, expected, strict=True):
+    torch.testing.assert_close(found, gradient)
+wrong = max(
+    (found - gradient).abs().max().item()
+    for found, gradient in zip(gradients, expected, strict=True)
+)
+lab.read(
+    f"Three ranks find the gradients of the whole, to {wrong:.0e} in float64. A rank's terms for "
+    "its own keys go round as well, which costs one transfer but keeps the loop simple."
+)
 
 # %%
 
-# Folded: The package's loop, forward and backward, and the exchange of all to all
+# Folded: The package's loop, forward and backward
 lab.listing(
     {
         "The forward pass of a rank": ring._Ring.forward,
         "The backward pass of a rank": ring._Ring.backward,
-        "The exchange of all to all, which the next section explains": ring._exchange,
     }
 )
 
@@ -468,9 +461,16 @@ lab.listing(
 # All to all
 # ----------
 #
-# There is a second way, known from DeepSpeed Ulysses. Attention computes each head on its own.
-# Before the call, each rank has all heads of some tokens. After one exchange, it has all tokens of
-# some heads, and computes ordinary attention. A second exchange restores the first state.
+# There is a second way, known from DeepSpeed Ulysses, because attention computes each head on its
+# own. One exchange turns all heads of some tokens into all tokens of some heads, on which a rank
+# computes ordinary attention, and a second exchange restores the first state.
+
+# %%
+# **When to choose it.** The number of ranks must divide both the number of query heads and that of
+# key heads. If these are equal, the ring moves two tensors :math:`W - 1` times in the forward pass,
+# and all to all moves four once, but for the :math:`1 / W` that stays, which makes :math:`2 / W` of
+# the ring's bytes. However, nothing is computed meanwhile. So by this count all to all suits short
+# parts on many ranks, and the ring suits long parts, whose transfers hide, on any number of ranks.
 
 # %%
 
@@ -500,6 +500,9 @@ def both_states(before, after):
     held_by(after, "after: all tokens", lambda row, column: column)
 
 
+# %%
+
+# Folded: The exchange, as a picture and in code
 lab.sketch(
     "Which rank holds what, before and after the exchange",
     "Two grids with a row for each quarter of the tokens and a column for each quarter of the "
@@ -508,40 +511,16 @@ lab.sketch(
     panels=2,
     height=2.9,
 )
+lab.source(ring._exchange)
 
 # %%
-# The number of ranks must divide the number of heads, also of those for keys, and nothing is
-# computed during the exchanges.
-#
-# In a training script
-# --------------------
-#
-# ``torchrun --nproc-per-node=2 train.py`` starts a script once per GPU. Each rank takes its part of
-# what the model reads, and calls ``ring_attention`` or ``all_to_all_attention`` with the queries,
-# keys and values of its own tokens:
-#
-# .. code-block:: python
-#
-#    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-#    torch.distributed.init_process_group("nccl")
-#    # each of shape (batch, seqlen)
-#    tokens, labels, positions = (
-#        kernelbook.shard_sequence(x, dim=1, layout="zigzag")
-#        for x in (tokens, labels, positions)
-#    )
-#    ...  # in the model, for q, k and v of shape (batch, heads, seqlen / world, head_dim):
-#    out = kernelbook.ring_attention(q, k, v, is_causal=True, layout="zigzag")
-#
-# Shift the labels before you cut. All layers but attention work on single tokens and need no
-# change. The gradients of the weights are added up over the ranks, as in data parallelism.
-#
 # Is it right?
 # ------------
 #
 # Outputs and gradients of both ways are compared with float64 on two ranks; three and four run only
 # in the tests of the package. Where one device rounds a sum to 16 bits once, two parts round three
-# times, each term and then the sum. So we allow four times the error of PyTorch's attention on one
-# device, or four times half an :term:`ulp` where that is more.
+# times, each term and then the sum. With one rounding to spare we allow four times the error of
+# PyTorch's attention on one device, or two :term:`ulps <ulp>` where that is more.
 
 # Measuring
 METHODS = {
@@ -594,23 +573,33 @@ def cases():
             yield lab.Case(what, name, *(x.detach().cpu() for x in row), 4)
 
 
-lab.check("Attention across ranks", cases())
+checked = lab.check("Attention across ranks", cases())
+
+# %%
+
+# Reading
+found = checked.plain.split("\n")[0].removeprefix("Attention across ranks: ")
+lab.read(found[0].upper() + found[1:])
+
+# %%
+
+# Folded: Every check of outputs and gradients, across ranks
+checked
 
 # %%
 # How fast is it?
 # ---------------
 #
-# The yardstick is *linear scaling*, in the figures the *ideal*: the time that one GPU takes alone
-# with the same kernels, divided by the number of GPUs. At 100 % sharing loses nothing. Two changes
-# lead from the obvious version to the package's:
+# The yardstick is *linear scaling*, in the figures the *ideal*: the time of one GPU alone with the
+# same kernels, divided by the number of GPUs. Two changes lead from the obvious version to the
+# package's:
 #
 # 1. *contiguous*: each rank holds one piece, sends it, waits, computes;
 # 2. *zig-zag*: the same with two pieces, one from either end;
-# 3. *Kernel Book*: keys and gradients travel while the rank computes.
+# 3. *zig-zag, transfers hidden*: keys and gradients travel while the rank computes.
 #
-# *All to all* stands beside them. Both passes run under a causal mask, with 16 heads of 128 in
-# bfloat16. A point is the median of three rounds, each as long as its slowest rank, and a shaded
-# band shows their spread.
+# Both passes run under a causal mask, with 16 heads of 128 in bfloat16. A bar is the median of
+# three rounds, each as long as its slowest rank.
 
 # Measuring
 ROUNDS = 1 if TINY else 3
@@ -729,40 +718,6 @@ speed = lab.bench(
 
 # %%
 
-# Drawing
-# In this order, because the first and the third colour are much like the blue of Kernel Book.
-for reserved in ("-", "zig-zag", "--", "all to all", "contiguous", "---", "cuDNN CP"):
-    lab.colour(reserved)
-RUNGS = ["contiguous", "zig-zag", "Kernel Book", "all to all"]
-of_record = speed.provenance or {}
-WORLD = of_record.get("world", ranks.world)
-length = (65536 if WORLD == 2 else 131072) // SHRINK
-lab.plot(speed, "Share of linear scaling, forward and backward", share=True)
-
-# %%
-
-# Reading
-nan = float("nan")
-
-
-def percent(name, n):
-    """The share of linear scaling that a version reaches at a length, in percent."""
-    return 100 * speed.share(name, seqlen=n)
-
-
-share = {name: speed.share(name, seqlen=length) for name in RUNGS}
-by_layout = share["zig-zag"] / share["contiguous"]
-by_hiding = share["Kernel Book"] / share["zig-zag"]
-promised = 2 - 1 / WORLD  # W - 1/2 units against W/2
-lab.read(
-    ("**The layout gains most.** " if by_layout > by_hiding else "")
-    + f"At {length:,} tokens, zig-zag is {by_layout:.2f} times as fast as contiguous parts, where "
-    f"counting scores promised {promised:.2f}. Hiding the transfers comes on top, and the {WORLD} "
-    f"GPUs reach {100 * share['Kernel Book']:.0f} % of linear scaling."
-)
-
-# %%
-
 # Measuring
 BACKENDS = {"cuDNN CP": "CUDNN_ATTENTION"}
 PEER_LENGTHS = [n // SHRINK for n in (65536, 131072)][1 if TINY else 0 :]
@@ -857,49 +812,250 @@ beside = lab.bench(
 
 # %%
 
+# Drawing
+# In this order, because the first colour is much like the blue of Kernel Book.
+for reserved in ("-", "cuDNN CP", "network"):
+    lab.colour(reserved)
+RUNGS = ["contiguous", "zig-zag", "Kernel Book", "all to all"]
+NAMES = {"Kernel Book": "zig-zag, transfers hidden"}
+of_record = speed.provenance or {}
+WORLD = of_record.get("world", ranks.world)
+length = (65536 if WORLD == 2 else 131072) // SHRINK
+lab.ladder(
+    speed,
+    "Share of linear scaling, forward and backward",
+    RUNGS,
+    by="seqlen",
+    where={},
+    names=NAMES,
+)
+
+# %%
+
 # Reading
+nan = float("nan")
+
+
+def percent(name, n):
+    """The share of linear scaling that a version reaches at a length, in percent."""
+    return 100 * speed.share(name, seqlen=n)
+
+
+share = {name: speed.share(name, seqlen=length) for name in RUNGS}
+by_layout = share["zig-zag"] / share["contiguous"]
+by_hiding = share["Kernel Book"] / share["zig-zag"]
+promised = 2 - 1 / WORLD  # W - 1/2 units against W/2
 first, last = LENGTHS[0], LENGTHS[-1]
-lost = all(percent(name, first) < percent(name, last) for name in RUNGS)
 exchanged = max(
     abs(100 * (speed.milliseconds_at("all to all", seqlen=n) / took - 1))
     for n in LENGTHS
     for took in [speed.milliseconds_at("zig-zag", seqlen=n)]
 )
+lab.read(
+    ("**The layout gains most.** " if by_layout > by_hiding else "")
+    + f"At {length:,} tokens, zig-zag is {by_layout:.2f} times as fast as contiguous parts, where "
+    f"counting scores promised {promised:.2f}. With hidden transfers the {WORLD} GPUs reach "
+    f"{100 * share['Kernel Book']:.0f} % of linear scaling. "
+    + (
+        f"All to all takes as long as zig-zag, within {numpy.ceil(exchanged):.0f} %: with two "
+        "ranks it sends as many bytes, and hides none either."
+        if exchanged < 2 and WORLD == 2
+        else f"All to all takes up to {exchanged:.0f} % more or less than zig-zag."
+    )
+)
+
+# %%
+
+# Reading
 at_shortest = speed.at(provider="Kernel Book", seqlen=first)[["ms", "p80"]].mean()
 # Of three rounds p80 lies 0.6 of the way from the median to the slowest.
 slowest_round = at_shortest["ms"] + (at_shortest["p80"] - at_shortest["ms"]) / 0.6
 doubtful = slowest_round > speed.milliseconds_at("zig-zag", seqlen=first)
-gained = percent("Kernel Book", last) - percent("zig-zag", last)
+gains = {n: percent("Kernel Book", n) - percent("zig-zag", n) for n in LENGTHS}
 sweeps_differ = abs(
     percent("Kernel Book", PEER_LENGTHS[-1])
     - 100 * beside.share("Kernel Book", seqlen=PEER_LENGTHS[-1])
 )
 lab.read(
-    ("**Short sequences lose in every version.** " if lost else "")
-    + f"At {first:,} tokens ours reaches {percent('Kernel Book', first):.0f} % of linear scaling, "
-    f"and zig-zag, which waits for its transfers, {percent('zig-zag', first):.0f} %. "
+    (
+        "**Hiding the transfers gains most on short sequences:** "
+        if gains[first] == max(gains.values())
+        else "Hiding the transfers gains "
+    )
+    + ", ".join(f"{gain:.1f} points at {n:,}" for n, gain in gains.items())
+    + " tokens. "
     + (
-        "But one of our three rounds there was no faster than zig-zag. "
+        f"But one of three rounds at {first:,} was no faster than zig-zag. "
         if doubtful
         else ""
     )
-    + f"At {last:,} tokens hiding is worth {gained:.1f} points"
     + (
-        f", less than the {sweeps_differ:.1f} by which two sweeps of ours differ. "
-        if gained < sweeps_differ
-        else ". "
-    )
-    + "All to all "
-    + (
-        f"takes as long as zig-zag that waits, within {numpy.ceil(exchanged):.0f} %."
-        if exchanged < 2
-        else f"takes up to {exchanged:.0f} % more or less than zig-zag that waits."
+        f"The gain at {last:,} is within the noise, because a second sweep of our ring differed by "
+        f"{sweeps_differ:.1f} points."
+        if gains[last] < sweeps_differ
+        else ""
     )
 )
 
 # %%
-# PyTorch's own ring, ``context_parallel``, is still experimental and has the order of our zig-zag.
-# We run it around cuDNN's attention, and time it only if its output agrees with ours.
+
+# Measuring
+PARTS = [2**k for k in (range(9, 16, 2) if not TINY else range(3, 5))]
+REPEATS = 5 if not TINY else 1
+
+
+def clocked(run):
+    """Milliseconds of a run, the median of some."""
+    run()
+    times = []
+    for _ in range(REPEATS):
+        finished()
+        begin = time.perf_counter()
+        run()
+        finished()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times)
+
+
+def step_times(rank, world, parts, heads, head_dim, dtype):
+    """For each size of a part, the milliseconds of its own scores and of a step, by pass."""
+    rows = []
+    for n in parts:
+        (q, k, v), do = inputs_of(n, heads, head_dim, dtype)
+        out, lse = (
+            torch.zeros_like(q, dtype=torch.float32),
+            torch.zeros_like(q[..., 0]).float(),
+        )
+        half = [k[:, :, : n // 2], v[:, :, : n // 2]]
+        dq, dk = out.clone(), out[:, :, : n // 2].clone()
+        own_out = attention(q, k, v, is_causal=True)
+        step_out = attention(q, *half)
+
+        def own_forward(q=q, k=k, v=v):
+            with torch.no_grad():
+                attention(q, k, v, is_causal=True)
+
+        def step_forward(q=q, half=half, out=out, lse=lse):
+            with torch.no_grad():
+                ring.merge(out, lse, *attention(q, *half, return_lse=True))
+
+        def own_backward(own_out=own_out, leaves=(q, k, v), do=do):
+            torch.autograd.grad(own_out, leaves, do, retain_graph=True)
+
+        def step_backward(step_out=step_out, leaves=(q, *half), do=do, dq=dq, dk=dk):
+            found = torch.autograd.grad(step_out, leaves, do, retain_graph=True)
+            for into, x in zip((dq, dk, dk), found, strict=True):
+                into += x
+
+        rows.append(
+            {
+                "tokens of a part": n,
+                "own, forward, ms": round(clocked(own_forward), 4),
+                "step, forward, ms": round(clocked(step_forward), 4),
+                "own, backward, ms": round(clocked(own_backward), 4),
+                "step, backward, ms": round(clocked(step_backward), 4),
+            }
+        )
+    return rows
+
+
+steps = lab.measure(
+    "One step on one GPU, with its merge or its sums",
+    lambda: ranks.run(step_times, PARTS, HEADS, HEAD_DIM, DTYPE)[0],
+)
+
+# %%
+
+
+# Measuring
+def measured_step(part, which):
+    """Milliseconds of a step: between measured sizes on a line, in logarithms; beyond, squared."""
+    sizes = [row["tokens of a part"] for row in steps.rows]
+    times = [row[f"{which}, ms"] for row in steps.rows]
+    if not sizes:
+        return nan
+    # A smaller part that took longer than a larger one waited for the host, which counts apart.
+    times = numpy.minimum.accumulate(times[::-1])[::-1]
+    if part > sizes[-1]:
+        return times[-1] * (part / sizes[-1]) ** 2
+    return float(
+        numpy.exp(numpy.interp(numpy.log(part), numpy.log(sizes), numpy.log(times)))
+    )
+
+
+SHORT = 128 * ranks.world if not TINY else 4 * ranks.world
+
+
+def call_costs():
+    found = ranks.run(
+        timed, ["ideal", "Kernel Book", "all to all"], SHORT, HEADS, HEAD_DIM, DTYPE
+    )
+    names = {"ideal": "one GPU", "Kernel Book": "ring", "all to all": "all to all"}
+    return [
+        {
+            "version": named,
+            "tokens": SHORT,
+            "ms a call": round(max(statistics.median(r[name]) for r in found), 4),
+        }
+        for name, named in names.items()
+    ]
+
+
+costs = lab.measure("What a call costs before it computes, both passes", call_costs)
+
+# %%
+
+# Reading
+of_part = LENGTHS[0] // WORLD
+without_merge = WORLD * sum(
+    measured_step(of_part, f"own, {which}") for which in ("forward", "backward")
+)
+by_kernels = sum(
+    measured_step(of_part, f"own, {which}")
+    + (WORLD - 1) * measured_step(of_part, f"step, {which}")
+    for which in ("forward", "backward")
+)
+ideal_ms, ring_ms = (
+    speed.milliseconds_at(name, seqlen=LENGTHS[0]) for name in ("ideal", "Kernel Book")
+)
+cost = {row["version"]: row["ms a call"] for row in costs.rows}
+ring_cost, alone_cost = cost.get("ring", nan), cost.get("one GPU", nan)
+halfway = ideal_ms + 0.5 * (ring_ms - ideal_ms)
+lost = all(percent(name, first) < percent(name, last) for name in RUNGS)
+lab.read(
+    ("**Short sequences lose in every version.** " if lost else "")
+    + f"At {first:,} tokens, {ring_ms - ideal_ms:.1f} ms of {ring_ms:.1f} are lost. The kernels of "
+    f"the ring take {by_kernels:.1f} ms if we launch them one at a time, and its host needs "
+    f"{ring_cost:.1f} ms even for {SHORT} tokens. "
+    + (
+        "Either could explain the loss. Because they overlap in the ring, we cannot say which does."
+        if min(by_kernels, ring_cost) > halfway
+        else "Neither explains the loss alone."
+    )
+)
+
+# %%
+
+# Folded: The times of kernels and host
+timed_alone = [
+    (f"linear scaling, {LENGTHS[0]:,} tokens", ideal_ms),
+    (f"the ring, {LENGTHS[0]:,} tokens", ring_ms),
+    (
+        f"{WORLD} masked parts of {of_part:,} tokens, launched one at a time",
+        without_merge,
+    ),
+    ("the same, one of them unmasked and merged, as in the ring", by_kernels)
+    if WORLD == 2
+    else ("the kernels of the ring, launched one at a time", by_kernels),
+    (f"one GPU, {SHORT} tokens: its host", alone_cost),
+    (f"the ring, {SHORT} tokens: its host", ring_cost),
+]
+lab.table(
+    [{"time of": name, "ms": f"{ms:.1f}"} for name, ms in timed_alone]
+    if steps.rows
+    else [],
+    "The times of kernels and host, both passes",
+)
 
 # %%
 
@@ -936,9 +1092,16 @@ def compared(found):
 
 def beside_ours(name, found):
     """How long PyTorch's ring takes, as a paragraph."""
+    untimed = [f"{n:,}" for n in LENGTHS if n not in PEER_LENGTHS]
     return (
-        f"**PyTorch's ring** takes {compared(found)}. How much of this is "
-        f"{name.removesuffix(' CP')}'s kernel we did not measure."
+        "**PyTorch's own ring**, the experimental `context_parallel`, around "
+        f"{name.removesuffix(' CP')}'s attention, takes {compared(found)}. How much of this is the "
+        "kernel's we did not measure."
+        + (
+            f" At {' and '.join(untimed)} tokens, where ours is weakest, we did not time it."
+            if untimed == [f"{first:,}"]
+            else ""
+        )
     )
 
 
@@ -951,16 +1114,155 @@ lab.read(
 # %%
 
 # Folded: Both rings, in percent of linear scaling
-lab.plot(beside, "Beside PyTorch's context parallelism", share=True)
+lab.plot(
+    beside,
+    "Beside PyTorch's context parallelism",
+    share=True,
+    names={"Kernel Book": "our ring", "cuDNN CP": "PyTorch's"},
+)
 
 # %%
-# The schedule, measured
-# ----------------------
+
+
+# Measuring
+MEMORY_LENGTH = 131072 // SHRINK
+
+
+def peak_gib(run):
+    """GiB at the peak of a run, with all that was there before; on the CPU, of the process."""
+    if runtime.DEVICE.type != "cuda":
+        run()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+def memory_of(rank, world, seqlen, heads, head_dim, dtype):
+    """GiB at the peak of this rank: of one GPU alone, which is rank 0, and of all together."""
+    found = {}
+    for size in (1, world):
+        dist.barrier()
+        if rank < size:
+            leaves, do = inputs_of(seqlen // size, heads, head_dim, dtype)
+            call = partial(attention, is_causal=True)
+            if size > 1:
+                call = partial(ring.ring_attention, is_causal=True, layout="zigzag")
+
+            def run(call=call, leaves=leaves, do=do):
+                torch.autograd.grad(call(*leaves), leaves, do)
+
+            found[size] = peak_gib(run)
+            del leaves, do, run
+    dist.barrier()
+    return found
+
+
+def memory_rows():
+    by_rank = ranks.run(memory_of, MEMORY_LENGTH, HEADS, HEAD_DIM, DTYPE)
+    return [
+        {
+            "GPUs": size,
+            "tokens": MEMORY_LENGTH,
+            "GiB per GPU": round(max(found.get(size, 0.0) for found in by_rank), 3),
+        }
+        for size in by_rank[0]
+    ]
+
+
+memory = lab.measure("The most memory that a GPU needed", memory_rows)
+
+# %%
+
+# Measuring
+LONG = 262144 // SHRINK // (4 if TINY else 1)
+
+
+def long_run(rank, world, *size):
+    """The milliseconds and the peak memory of one call of the ring."""
+    run = both_passes("Kernel Book", world, *size)
+    finished()
+    dist.barrier()
+    begin = time.perf_counter()
+    gib = peak_gib(run)
+    return 1e3 * (time.perf_counter() - begin), gib
+
+
+def long_rows():
+    tokens = LONG * ranks.world
+    found = ranks.run(long_run, tokens, HEADS, HEAD_DIM, DTYPE)
+    took = max(ms for ms, _ in found)
+    work = 7 * HEADS * HEAD_DIM * tokens**2
+    return [
+        {
+            "tokens": tokens,
+            "GPUs": ranks.world,
+            "seconds": round(took / 1e3, 3),
+            "TFLOP/s": round(work / took / 1e9, 1),
+            "GiB per GPU": round(max(gib for _, gib in found), 2),
+        }
+    ]
+
+
+long = lab.measure("A long sequence, forward and backward", long_rows)
+
+# %%
+
+# Reading
+gib = {row["GPUs"]: row["GiB per GPU"] for row in memory.rows}
+most = max(gib, default=1)
+together = gib.get(most, nan)
+
+
+def tensors(held, size):
+    """How many tensors of a part, such as q, some GiB are."""
+    return held * 2**30 / (MEMORY_LENGTH / size * per_token)
+
+
+lab.read(
+    f"**With {most} GPUs the peak of a layer falls by only "
+    f"{100 * (1 - together / gib.get(1, nan)):.0f} %**, although each holds "
+    f"{'half' if most == 2 else f'1/{most}'} of the tokens, because parts and gradients that "
+    "travel come on top."
+)
+
+# %%
+
+# Folded: The memory of each GPU
+kept = LAYERS * KEPT * MEMORY_LENGTH * per_token / 2**30
+lab.together(
+    lab.table(
+        [
+            {
+                "GPUs": size,
+                "peak of a layer, GiB": f"{peak:.1f}",
+                "peak / size of the rank's q": f"{tensors(peak, size):.0f}",
+                f"kept for {LAYERS} layers, on paper, GiB": f"{kept / size:.0f}",
+            }
+            for size, peak in gib.items()
+        ],
+        f"The memory of each GPU, {MEMORY_LENGTH:,} tokens",
+    ),
+    lab.read(
+        " ".join(
+            f"Both passes over {row['tokens']:,} tokens take {row['GPUs']} GPUs "
+            f"{row['seconds']:.1f} s, and {row['GiB per GPU']:.0f} GiB of memory each."
+            for row in long.rows
+        )
+        or f"A long sequence: {nan}."
+    ),
+)
+
+# %%
+# One call, in a profiler
+# -----------------------
 #
-# A profiler shows how much of the transfers hides. The figure shows one call on rank 0 with 16,384
-# tokens per rank, a length that the sweep above does not have; a thin line ends the forward pass.
-# There are four transfers: keys and values once in either pass, their gradients, and the complete
-# gradients on their way home. A transfer's bar includes the wait for the other rank.
+# The figure shows one call on rank 0 with 16,384 tokens per rank (32,768 in all, between two points
+# of the sweep). There are four transfers: keys and values in the forward pass (1) and in the
+# backward pass (2), their gradients (3), and the complete gradients on their way home (4). A
+# transfer's bar includes the wait for the other rank.
 
 # Measuring
 TRACED = 16384 // SHRINK * ranks.world
@@ -1052,28 +1354,45 @@ def lane_rows(rows, version, lane):
     ]
 
 
+def forward_end(rows, version):
+    """When the last kernel of attention in the forward pass ends."""
+    return max((end for _, end in lane_rows(rows, version, "forward ends")), default=0)
+
+
 def draw_schedule(axes, rows):
     places = []
+    ours, moving = lab.colour("Kernel Book"), lab.colour("PyTorch")
+    titles = {"waited for": "transfers waited for", "behind": "transfers hidden"}
     for number, version in enumerate(VERSIONS_TRACED):
-        top = 2.7 * number
-        title = {
-            "waited for": "transfers waited for",
-            "behind": "transfers behind the computation",
-        }
-        axes.text(0, top - 0.5, title[version], fontsize=10, color="#59636e")
-        for place, lane in zip((top, top + 1), ("compute", "transfer"), strict=True):
-            bars = [
-                (start, end - start) for start, end in lane_rows(rows, version, lane)
-            ]
-            provider = "Kernel Book" if lane == "compute" else "PyTorch"
-            axes.broken_barh(bars, (place - 0.35, 0.7), color=lab.colour(provider))
-            places.append(place)
-        for start, _ in lane_rows(rows, version, "forward ends"):
-            ends = [start, start], [top - 0.4, top + 1.4]
-            axes.plot(*ends, color="#59636e", linewidth=1)
+        top, turn = 2.7 * number, forward_end(rows, version)
+        axes.text(0, top - 0.5, titles[version], fontsize=10, color="#59636e")
+        computed = lane_rows(rows, version, "compute")
+        until = [
+            (start, min(end, turn) - start) for start, end in computed if start < turn
+        ]
+        since = [(max(start, turn), end) for start, end in computed if end > turn]
+        since = [(start, end - start) for start, end in since]
+        box = (top - 0.35, 0.7)
+        name = "attention, forward" if not number else None
+        axes.broken_barh(until, box, color=ours, linewidth=0, label=name)
+        name = "merge, then backward" if not number else None
+        axes.broken_barh(since, box, color=ours, alpha=0.5, linewidth=0, label=name)
+        transfers = lane_rows(rows, version, "transfer")
+        bars = [(start, end - start) for start, end in transfers]
+        axes.broken_barh(bars, (top + 0.65, 0.7), color=moving, linewidth=0)
+        if len(transfers) == 4:
+            for which, (start, end) in enumerate(transfers, 1):
+                look = {
+                    "ha": "center",
+                    "va": "center",
+                    "fontsize": 10,
+                    "color": "#ffffff",
+                }
+                axes.text((start + end) / 2, top + 1, str(which), **look)
+        places += [top, top + 1]
     axes.set_yticks(places, ["computing", "transfers"] * len(VERSIONS_TRACED))
     axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
+    axes.set_ylim(max(places) + 0.6, -0.95)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("milliseconds")
 
@@ -1121,16 +1440,23 @@ def not_hidden(rows, version):
 
 
 moved = not_hidden(schedule.rows, "waited for") - not_hidden(schedule.rows, "behind")
-worked, undisturbed = (
-    busy(schedule.rows, version, "compute") if schedule.rows else nan
-    for version in ("behind", "waited for")
+begins = min(
+    (at for at, _ in lane_rows(schedule.rows, "behind", "compute")), default=nan
+)
+turn = forward_end(schedule.rows, "waited for")
+merging = sum(
+    end - turn
+    for start, end in lane_rows(schedule.rows, "waited for", "compute")
+    if start < turn < end
 )
 lab.read(
-    f"Hiding saves {before - after:.1f} ms of this call, of which {moved:.1f} are transfers that "
-    "have moved beside kernels. The rest are gaps around transfers, in which rank 0 neither "
-    "computed nor transferred. Against that, computing takes "
-    f"{100 * (worked / undisturbed - 1):.0f} % longer beside transfers. Transfers still run alone "
-    "before the first kernel, and when the complete gradients travel home."
+    f"**Hiding saves {before - after:.1f} of {before:.1f} ms:** {moved:.1f} of transfers that "
+    "moved beside kernels, and the rest of gaps around transfers. Transfer 4 does not hide, "
+    "because nothing is left to compute, and most of transfer 1 does not, because the first kernel "
+    "begins "
+    f"{begins:.1f} ms later, although it needs nothing from it. The host launches the transfer "
+    "first; whether that is the reason we did not measure. The light end of the first bar is the "
+    f"merge, {merging:.1f} ms, and the last sliver adds terms to `dq`."
     if schedule.rows or schedule.provenance is None
     else "The profiler saw no kernel on this machine."
 )
@@ -1141,9 +1467,9 @@ lab.read(
 #
 # A transfer is hidden if it takes no longer than the computation beside it. Let a rank hold
 # :math:`n` tokens, with :math:`H` heads of :math:`D` numbers for queries and :math:`H_k` heads for
-# keys and values. Let it compute :math:`S` FLOPs per second, and let :math:`B` bytes per second
-# reach the next rank. With zig-zag, a step computes :math:`n^2 / 2` scores per head of :math:`4 D`
-# FLOPs each, while keys and values of 16 bits travel:
+# keys and values. It computes :math:`S` FLOPs per second, and :math:`B` bytes per second reach the
+# next rank. With zig-zag, a step computes :math:`n^2 / 2` scores per head of :math:`4 D` FLOPs
+# each, while keys and values of 16 bits travel:
 #
 # .. math::
 #
@@ -1155,32 +1481,16 @@ lab.read(
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    The size of the heads cancels, and the number of ranks does not occur. What counts are the
-#    tokens *per rank*, because the scores grow with the square of their number and the bytes only
-#    with the number itself.
+#    What counts are the tokens *per rank*, because the scores grow with the square of their number
+#    and the bytes only with the number itself. Head size and number of ranks do not occur.
 #
 # In the backward pass, a step does 2.5 times the FLOPs. With more than two ranks it sends three
-# times the bytes, because gradients in 32 bits travel, too. So the 2 becomes
-# :math:`2 \cdot 3 / 2.5 = 2.4`, with the :math:`S` of the backward pass. We measure :math:`B` by
-# passing tensors round the ring, and :math:`S` by single steps.
+# times the bytes, because the gradients travel with the keys, in 32 bits. So the factor 2 becomes
+# :math:`2 \cdot 3 / 2.5 = 2.4`. We measure :math:`B` by passing tensors round the ring, and
+# :math:`S` by single steps in either pass.
 
 # Measuring
 MEBIBYTES = (0.25, 1, 4, 16, 64, 256) if not TINY else (0.25, 1)
-PARTS = [2**k for k in (range(9, 16, 2) if not TINY else range(3, 5))]
-REPEATS = 5 if not TINY else 1
-
-
-def clocked(run):
-    """Milliseconds of a run, the median of some."""
-    run()
-    times = []
-    for _ in range(REPEATS):
-        finished()
-        begin = time.perf_counter()
-        run()
-        finished()
-        times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times)
 
 
 def passed(rank, world, sizes):
@@ -1216,85 +1526,8 @@ sent = lab.measure("Passing a tensor to the next rank, all ranks at once", trans
 
 # %%
 
-# Measuring
-
-
-def step_times(rank, world, parts, heads, head_dim, dtype):
-    """For each size of a part, the milliseconds of its own scores and of a step, by pass."""
-    rows = []
-    for n in parts:
-        (q, k, v), do = inputs_of(n, heads, head_dim, dtype)
-        out, lse = (
-            torch.zeros_like(q, dtype=torch.float32),
-            torch.zeros_like(q[..., 0]).float(),
-        )
-        half = [k[:, :, : n // 2], v[:, :, : n // 2]]
-        dq, dk = out.clone(), out[:, :, : n // 2].clone()
-        own_out = attention(q, k, v, is_causal=True)
-        step_out = attention(q, *half)
-
-        def own_forward(q=q, k=k, v=v):
-            with torch.no_grad():
-                attention(q, k, v, is_causal=True)
-
-        def step_forward(q=q, half=half, out=out, lse=lse):
-            with torch.no_grad():
-                ring.merge(out, lse, *attention(q, *half, return_lse=True))
-
-        def own_backward(own_out=own_out, leaves=(q, k, v), do=do):
-            torch.autograd.grad(own_out, leaves, do, retain_graph=True)
-
-        def step_backward(step_out=step_out, leaves=(q, *half), do=do, dq=dq, dk=dk):
-            found = torch.autograd.grad(step_out, leaves, do, retain_graph=True)
-            for into, x in zip((dq, dk, dk), found, strict=True):
-                into += x
-
-        rows.append(
-            {
-                "tokens of a part": n,
-                "own, forward, ms": round(clocked(own_forward), 4),
-                "step, forward, ms": round(clocked(step_forward), 4),
-                "own, backward, ms": round(clocked(own_backward), 4),
-                "step, backward, ms": round(clocked(step_backward), 4),
-            }
-        )
-    return rows
-
-
-steps = lab.measure(
-    "One step on one GPU, with its merge or its sums",
-    lambda: ranks.run(step_times, PARTS, HEADS, HEAD_DIM, DTYPE)[0],
-)
-
-# %%
-
-# Folded: What a step takes
-steps
-
-# %%
-
-# Folded: What passing a tensor takes
-sent
-
-# %%
-
 
 # Reading
-def measured_step(part, which):
-    """Milliseconds of a step: between measured sizes on a line, in logarithms; beyond, squared."""
-    sizes = [row["tokens of a part"] for row in steps.rows]
-    times = [row[f"{which}, ms"] for row in steps.rows]
-    if not sizes:
-        return nan
-    # A smaller part that took longer than a larger one waited for the host, which counts apart.
-    times = numpy.minimum.accumulate(times[::-1])[::-1]
-    if part > sizes[-1]:
-        return times[-1] * (part / sizes[-1]) ** 2
-    return float(
-        numpy.exp(numpy.interp(numpy.log(part), numpy.log(sizes), numpy.log(times)))
-    )
-
-
 def measured_transfer(tokens):
     """Milliseconds for keys and values of so many tokens: between measured sizes on a line."""
     if not sent.rows:
@@ -1348,282 +1581,71 @@ lab.read(
         if links and per_link
         else "We measured "
     )
-    + f"{bandwidth / 1e9:.0f}{' GB/s' * (not (links and per_link))}. With the speeds of our "
-    "largest step, the formula hides a transfer from "
-    f"{round(hidden_from('forward', bandwidth), -2):,.0f} tokens per rank in the forward pass, and "
-    f"from {round(hidden_from('backward', bandwidth), -2):,.0f} in the backward pass. Between "
-    f"hosts, a network card of 400 Gb/s carries {NETWORK / 1e9:.0f} GB/s. There the backward pass "
-    f"needs {round(hidden_from('backward', NETWORK), -3):,.0f} tokens per rank, or "
-    f"{64 * hidden_from('backward', NETWORK) / 1e6:.1f} million for 64 GPUs."
-)
-
-# %%
-# Small parts compute and travel more slowly than that, so we compare measured times, too. The last
-# column is arithmetic:
-
-# %%
-
-parts_timed = [row["tokens of a part"] for row in steps.rows]
-lab.table(
-    [
-        {
-            "tokens per rank": f"{n:,}",
-            "a forward step, ms": f"{row['step, forward, ms']:.2f}",
-            f"its transfer over {joined}, ms": f"{measured_transfer(n):.2f}",
-            "over a network card, ms": f"{on_paper(n):.2f}",
-        }
-        for n, row in zip(parts_timed, steps.rows, strict=True)
-    ],
-    "A forward step and the transfer beside it",
+    + f"{bandwidth / 1e9:.0f}{' GB/s' * (not (links and per_link))}. Between hosts, a network card "
+    f"of 400 Gb/s carries {NETWORK / 1e9:.0f} GB/s at most. **With more than two ranks, the "
+    "formula hides all transfers from "
+    f"{round(hidden_from('backward', bandwidth), -2):,.0f} tokens per rank over {joined}, and from "
+    f"{round(hidden_from('backward', NETWORK), -3):,.0f} over a network card**, or "
+    f"{64 * hidden_from('backward', NETWORK) / 1e6:.1f} million on 64 GPUs."
 )
 
 # %%
 
 # Reading
+at_full_speed = {
+    n: measured_step(largest, "step, forward") * (n / largest) ** 2 for n in PARTS
+}
 step_of = {row["tokens of a part"]: row["step, forward, ms"] for row in steps.rows}
-always = all(measured_transfer(n) < took for n, took in step_of.items())
-too_long = [f"{n:,}" for n, took in step_of.items() if on_paper(n) > took]
+shown = [n for n in step_of if at_full_speed.get(n, 0) > 0.5 * step_of[n]]
+always = all(measured_transfer(n) < step_of[n] for n in shown)
+too_long = [f"{n:,}" for n in shown if on_paper(n) > step_of[n]]
 lab.read(
-    (
-        f"**Over {joined} a transfer of the forward pass is shorter than its step at every size.** "
-        if always
-        else f"Over {joined} not every transfer of the forward pass is shorter than its step. "
-    )
-    + (
-        f"Over a network card the transfer takes longer than the step at {' and '.join(too_long)} "
-        f"tokens; the formula hides it from {round(hidden_from('forward', NETWORK), -2):,.0f}."
-        if too_long
-        else "Over a network card it would be shorter, too."
-    )
+    f"By the times that we measured, {joined} hides {'every' if always else 'not every'} transfer "
+    f"of the forward pass at {' and '.join(f'{n:,}' for n in shown)} tokens, and a network card, "
+    "at its line rate, hides "
+    + (f"none at {' and '.join(too_long)}." if too_long else "every one as well.")
     if step_of
     else f"Steps and transfers: {nan}."
 )
 
 # %%
-# Why short sequences lose
-# ------------------------
-#
-# Besides the transfers there are two suspects: the *kernels*, which are less efficient on short
-# parts and must merge, and the *host*, which launches them after the ranks have agreed on the call.
-# We time the kernels one at a time, with their launch, and the host by a call of 128 tokens per
-# rank.
 
-# Measuring
-SHORT = 128 * ranks.world if not TINY else 4 * ranks.world
-
-
-def call_costs():
-    found = ranks.run(
-        timed, ["ideal", "Kernel Book", "all to all"], SHORT, HEADS, HEAD_DIM, DTYPE
-    )
-    names = {"ideal": "one GPU", "Kernel Book": "ring", "all to all": "all to all"}
-    return [
-        {
-            "version": named,
-            "tokens": SHORT,
-            "ms a call": round(max(statistics.median(r[name]) for r in found), 4),
-        }
-        for name, named in names.items()
-    ]
-
-
-costs = lab.measure("What a call costs before it computes, both passes", call_costs)
-
-# %%
-
-of_part = LENGTHS[0] // WORLD
-without_merge = WORLD * sum(
-    measured_step(of_part, f"own, {which}") for which in ("forward", "backward")
-)
-by_kernels = sum(
-    measured_step(of_part, f"own, {which}")
-    + (WORLD - 1) * measured_step(of_part, f"step, {which}")
-    for which in ("forward", "backward")
-)
-ideal_ms, ring_ms = (
-    speed.milliseconds_at(name, seqlen=LENGTHS[0]) for name in ("ideal", "Kernel Book")
-)
-cost = {row["version"]: row["ms a call"] for row in costs.rows}
-ring_cost, alone_cost = cost.get("ring", nan), cost.get("one GPU", nan)
-suspects = [
-    ("linear scaling", ideal_ms),
-    ("the ring", ring_ms),
-    (f"{WORLD} masked parts of {of_part:,} tokens, one at a time", without_merge),
-    ("the same, one of them unmasked and merged", by_kernels)
-    if WORLD == 2
-    else ("the kernels of the ring, one at a time", by_kernels),
-    ("the host of one GPU, in a short call", alone_cost),
-    ("the host of the ring, in a short call", ring_cost),
-]
-lab.table(
-    [{"time of": name, "ms": f"{ms:.1f}"} for name, ms in suspects]
-    if steps.rows
-    else [],
-    f"Where the time goes at {LENGTHS[0]:,} tokens",
-)
-
-# %%
-
-# Reading
-halfway = ideal_ms + 0.5 * (ring_ms - ideal_ms)
-lab.read(
-    (
-        "**Either the kernels or the host is slow enough to explain the loss alone.** In the ring "
-        "the two overlap, so these times do not tell them apart. "
-        if min(by_kernels, ring_cost) > halfway
-        else "No one of the two is slow enough to explain the loss alone. "
-    )
-    + (
-        "Of what the kernels lose, most is lost on short parts before anything is merged."
-        if without_merge - ideal_ms > by_kernels - without_merge
-        else "Of what the kernels lose, most goes into merges and sums."
-    )
-    + (f" {nan}" if numpy.isnan(by_kernels + ring_cost) else "")
-)
-
-# %%
-# Memory
-# ------
-#
-# Sharing divides what a model keeps by the number of GPUs, but not the peak of a single layer. We
-# note the most that a GPU held in both passes over 131,072 tokens, alone and together.
-
-# Measuring
-MEMORY_LENGTH = 131072 // SHRINK
-
-
-def peak_gib(run):
-    """GiB at the peak of a run, with all that was there before; on the CPU, of the process."""
-    if runtime.DEVICE.type != "cuda":
-        run()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() / 2**30
-
-
-def memory_of(rank, world, seqlen, heads, head_dim, dtype):
-    """GiB at the peak of this rank: of one GPU alone, which is rank 0, and of all together."""
-    found = {}
-    for size in (1, world):
-        dist.barrier()
-        if rank < size:
-            leaves, do = inputs_of(seqlen // size, heads, head_dim, dtype)
-            call = partial(attention, is_causal=True)
-            if size > 1:
-                call = partial(ring.ring_attention, is_causal=True, layout="zigzag")
-
-            def run(call=call, leaves=leaves, do=do):
-                torch.autograd.grad(call(*leaves), leaves, do)
-
-            found[size] = peak_gib(run)
-            del leaves, do, run
-    dist.barrier()
-    return found
-
-
-def memory_rows():
-    by_rank = ranks.run(memory_of, MEMORY_LENGTH, HEADS, HEAD_DIM, DTYPE)
-    return [
-        {
-            "GPUs": size,
-            "tokens": MEMORY_LENGTH,
-            "GiB per GPU": round(max(found.get(size, 0.0) for found in by_rank), 3),
-        }
-        for size in by_rank[0]
-    ]
-
-
-memory = lab.measure("The most memory that a GPU needed", memory_rows)
-
-# %%
-
-# Measuring
-gib = {row["GPUs"]: row["GiB per GPU"] for row in memory.rows}
-most = max(gib, default=1)
-together = gib.get(most, nan)
-
-
-def tensors(held, size):
-    """How many tensors of a part, such as q, some GiB are."""
-    return held * 2**30 / (MEMORY_LENGTH / size * per_token)
-
-
-# %%
-
-# Folded: The memory of each GPU, in tensors and for a model
-kept = LAYERS * KEPT * MEMORY_LENGTH * per_token / 2**30
-lab.table(
-    [
-        {
-            "GPUs": size,
-            "peak of a layer, GiB": f"{peak:.1f}",
-            "peak / size of the rank's q": f"{tensors(peak, size):.0f}",
-            f"kept for {LAYERS} layers, on paper, GiB": f"{kept / size:.0f}",
-        }
-        for size, peak in gib.items()
-    ],
-    "The memory of each GPU",
-)
-
-# %%
-
-# Measuring
-LONG = 262144 // SHRINK // (4 if TINY else 1)
-
-
-def long_run(rank, world, *size):
-    """The milliseconds and the peak memory of one call of the ring."""
-    run = both_passes("Kernel Book", world, *size)
-    finished()
-    dist.barrier()
-    begin = time.perf_counter()
-    gib = peak_gib(run)
-    return 1e3 * (time.perf_counter() - begin), gib
-
-
-def long_rows():
-    tokens = LONG * ranks.world
-    found = ranks.run(long_run, tokens, HEADS, HEAD_DIM, DTYPE)
-    took = max(ms for ms, _ in found)
-    work = 7 * HEADS * HEAD_DIM * tokens**2
-    return [
-        {
-            "tokens": tokens,
-            "GPUs": ranks.world,
-            "seconds": round(took / 1e3, 3),
-            "TFLOP/s": round(work / took / 1e9, 1),
-            "GiB per GPU": round(max(gib for _, gib in found), 2),
-        }
-    ]
-
-
-long = lab.measure("A long sequence, forward and backward", long_rows)
-
-# %%
-
-# Reading
-shorter = "half" if most == 2 else f"1/{most}"
-lab.read(
-    f"**The peak of a layer falls by {100 * (1 - together / gib.get(1, nan)):.0f} %, what a "
-    f"model keeps by {100 * (1 - 1 / most):.0f} %.** A rank's tensors are {shorter} as long, but "
-    "at the peak it holds more of them, because parts and gradients that travel come on top."
-    + "".join(
-        f" Both passes over {row['tokens']:,} tokens take the {row['GPUs']} GPUs "
-        f"{row['seconds']:.1f} s, and {row['GiB per GPU']:.0f} GiB of memory each."
-        for row in long.rows
-    )
+# Folded: What each step and each transfer took
+lab.together(
+    lab.table(
+        [
+            {
+                "tokens per rank": f"{n:,}",
+                "a forward step, ms": f"{took:.2f}",
+                "its scores at the speed of the largest, ms": f"{at_full_speed.get(n, nan):.2f}",
+                f"its transfer over {joined}, ms": f"{measured_transfer(n):.2f}",
+                "over a network card, at least, ms": f"{on_paper(n):.2f}",
+            }
+            for n, took in step_of.items()
+        ],
+        "A forward step and the transfer beside it",
+    ),
+    lab.read(
+        "The formula takes the speeds of the largest step and transfer. Where a step takes far "
+        "longer than its scores would, we see its launch and not its scores. The last column is "
+        "the bytes over the line rate, the least possible time: a real card also has a latency. "
+        "For the forward pass the formula hides a transfer from "
+        f"{round(hidden_from('forward', bandwidth), -2):,.0f} tokens over {joined}, and from "
+        f"{round(hidden_from('forward', NETWORK), -2):,.0f} over the card."
+    ),
+    steps,
+    sent,
 )
 
 # %%
 # Eight, 64 and 1,024 GPUs
 # ------------------------
 #
-# For more GPUs than our two we simulate a ring from the pieces that we measured. A step takes as
-# long as the longest of three: its scores, the transfer beside them, and the host's time to launch
-# it. The last gradients, which nothing hides, come on top.
+# For more GPUs we simulate a ring from the pieces that we measured. A step takes as long as the
+# longest of three: its scores, the transfer beside them, and the host's time to launch it. The last
+# gradients come on top, because nothing hides them. Between the lengths that we timed we
+# interpolate. Eight GPUs share a host, and we assume the NVLink speed of our pair. For more we take
+# the line rate of a network card, because the slowest link sets the pace of the ring.
 
 
 # Measuring
@@ -1647,33 +1669,6 @@ def simulated(world, tokens, bandwidth):
 
 # %%
 
-# Reading
-off_by = {}
-for seqlen in LENGTHS:
-    real = speed.milliseconds_at("Kernel Book", seqlen=seqlen)
-    off_by[seqlen] = 100 * (simulated(WORLD, seqlen, bandwidth)[0] / real - 1)
-
-
-def off(percents):
-    """How wrong a predicted time is, in words."""
-    if abs(percents) < 0.5:
-        return "right"
-    return f"{abs(percents):.0f} % too {'long' if percents > 0 else 'short'}"
-
-
-worst = max(off_by, key=lambda n: abs(off_by[n]))
-lab.read(
-    f"For our {WORLD} GPUs the simulated time is {off(off_by[worst])} at {worst:,} tokens, and "
-    "nearer at the other lengths."
-    if not any(map(numpy.isnan, off_by.values()))
-    else f"The simulation is off by {nan}."
-)
-
-# %%
-# Eight GPUs share a host and have the connection that we measured. More have a network card of
-# 400 Gb/s each, because the slowest link of the ring counts. Thin lines stand where the formula
-# begins to hide all transfers over the network.
-
 
 # Measuring
 def alone(tokens):
@@ -1686,59 +1681,153 @@ def alone(tokens):
 CLUSTERS = {8: bandwidth, 64: NETWORK, 1024: NETWORK}
 
 
-def linear(world, tokens):
+def linear(world, tokens, link):
     """The share of linear scaling that is predicted, in percent."""
-    return 100 * alone(tokens) / world / simulated(world, tokens, CLUSTERS[world])[0]
+    return 100 * alone(tokens) / world / simulated(world, tokens, link)[0]
 
 
 # %%
 
 
 # Drawing
-lengths = [2 ** (quarter / 4) for quarter in range(64, 105)]
+PER_RANK = [2 ** (eighth / 8) for eighth in range(96, 137)]  # 4Ki to 128Ki
 
 
 def curves(axes, rows):
-    for world, link in CLUSTERS.items():
-        if link == NETWORK:
-            knee = world * hidden_from("backward", link)
-            axes.axvline(knee, color="#afb8c1", linewidth=0.8)
-    for world, style in zip(CLUSTERS, ("-", "--", ":"), strict=True):
-        look = {"color": lab.colour("Kernel Book"), "linestyle": style}
-        shares = [linear(world, tokens) for tokens in lengths]
-        axes.plot(lengths, shares, label=f"{world:,} GPUs", **look)
+    ours, over_network = lab.colour("Kernel Book"), lab.colour("network")
+    knee = hidden_from("backward", NETWORK)
+    axes.axvline(knee, color="#afb8c1", linewidth=0.8)
+    looks = {
+        8: ("8 GPUs, NVLink", {"color": ours, "linewidth": 2.2}),
+        64: (
+            "64 GPUs, network card",
+            {"color": over_network, "linewidth": 6, "alpha": 0.35},
+        ),
+        1024: ("1,024 GPUs, network card", {"color": over_network, "linewidth": 1.3}),
+    }
+    for world, (name, look) in looks.items():
+        shares = [linear(world, world * n, CLUSTERS[world]) for n in PER_RANK]
+        axes.plot(PER_RANK, shares, label=name, **look)
+    shares = [linear(WORLD, WORLD * n, bandwidth) for n in PER_RANK]
+    look = {"color": ours, "linestyle": "--", "linewidth": 1}
+    axes.plot(PER_RANK, shares, label=f"{WORLD} GPUs, NVLink", **look)
+    found = [percent("Kernel Book", n) for n in LENGTHS]
+    dots = {"color": ours, "marker": "o", "linestyle": "", "markersize": 6}
+    parts = [n / WORLD for n in LENGTHS]
+    axes.plot(parts, found, label=f"{WORLD} GPUs, measured", **dots)
     axes.set_xscale("log", base=2)
-    axes.set_xticks([2**17, 2**20, 2**23, 2**26], ["128Ki", "1Mi", "8Mi", "64Mi"])
+    axes.set_xticks([2**k for k in range(12, 18)], [f"{2**k}Ki" for k in range(2, 8)])
     axes.set_ylim(0, 105)
-    axes.set(xlabel="tokens", ylabel="% of linear scaling, simulated")
+    axes.set(xlabel="tokens per rank", ylabel="% of linear scaling, simulated")
 
 
 def in_words_of(rows):
-    found = ", ".join(
-        f"{linear(world, 2**23):.0f} % with {world:,} GPUs" for world in CLUSTERS
+    found = "; ".join(
+        f"with {world:,} GPUs "
+        + ", ".join(
+            f"{linear(world, world * n, link):.0f} % at {n // 1024}Ki"
+            for n in (8192, 16384, 32768)
+        )
+        for world, link in CLUSTERS.items()
     )
     return (
-        "Three lines that rise with the number of tokens and then stay flat; at 8Mi tokens: "
-        f"{found}. Thin lines stand near where the dashed and the dotted one become flat."
+        "Lines that rise with the number of tokens per rank and stay flat from 32Ki: "
+        f"{found}. The lines of 64 and of 1,024 GPUs lie on each other. A thin line stands near "
+        "the length at which they become flat. Three dots, measured, lie on or below a dashed line."
     )
 
 
-lab.draw(steps, "The ring with more GPUs, simulated", in_words_of, curves)
+lab.draw(steps, "The ring with more GPUs, by tokens per rank", in_words_of, curves)
+
+# %%
+
+# Reading
+GOOD = 80
+differ = {n: linear(WORLD, n, bandwidth) - percent("Kernel Book", n) for n in LENGTHS}
+lab.read(
+    "**Only the tokens per rank count:** the lines of 64 and 1,024 GPUs lie on each other. The "
+    "thin line is where the formula hides all transfers over the network. We can compare with "
+    f"{WORLD} ranks only, the dots: the simulation differs by "
+    + ", ".join(
+        f"{points:+.0f}".replace("-", "\N{MINUS SIGN}") for points in differ.values()
+    )
+    + " points at "
+    + ", ".join(f"{n // WORLD:,}" for n in differ)
+    + " tokens per rank."
+)
+
+# %%
+
+
+def reaches(world, link):
+    """The tokens per rank from which a simulated ring keeps GOOD percent of linear scaling."""
+    shares = [linear(world, world * n, link) for n in PER_RANK]
+    return 2 ** float(numpy.interp(GOOD, shares, numpy.log2(PER_RANK)))
+
+
+def short(tokens):
+    """A length with three digits, as the axis of the figure has it."""
+    size, letter = (2**20, "Mi") if tokens >= 2**20 else (2**10, "Ki")
+    return f"{tokens / size:.3g}{letter}"
+
+
+lab.table(
+    [
+        {
+            "GPUs": f"{world:,}",
+            "connection": joined if link == bandwidth else "network card",
+            "tokens per rank": short(reaches(world, link)),
+            "tokens in all": short(world * reaches(world, link)),
+        }
+        for world, link in CLUSTERS.items()
+    ]
+    if steps.rows
+    else [],
+    f"Where a simulated ring keeps {GOOD} % of linear scaling",
+)
+
+# %%
+
+# Reading
+slower = measured_step(largest, "step, forward") / measured_step(
+    largest, "own, forward"
+)
+by_host = max(
+    (
+        n
+        for n in (2 ** (step / 64) for step in range(12 * 64, 17 * 64))
+        if "the host" in simulated(8, 8 * n, bandwidth)[1]
+    ),
+    default=0,
+)
+flat = (
+    {round(linear(n, n * largest, link)) for n, link in CLUSTERS.items()}
+    if steps.rows
+    else {nan}
+)
+lab.read(
+    f"**Three limits follow each other.** The host bounds the line of 8 GPUs up to about "
+    f"{by_host / 1024:.0f}Ki tokens per rank, probably too far, because we charge all of its time "
+    f"to the steps. Up to {short(largest)}, the largest part that we timed, shorter parts take "
+    "longer per score. Transfers bound the line of the network almost to the thin line. At the "
+    f"right all end near {' or '.join(map(str, sorted(flat)))} %, because a forward step over "
+    f"another rank's keys takes {100 * (slower - 1):.0f} % longer than as many scores of its own "
+    "part; how much of this is the merge we did not separate."
+)
 
 # %%
 
 # Folded: The simulation in numbers
 rows = []
 for world, link in CLUSTERS.items():
-    for tokens in (131072, 1048576, 8388608):
-        took, bounds = simulated(world, tokens, link)
+    for n in (8192, 16384, 32768):
+        took, bounds = simulated(world, world * n, link)
         rows.append(
             {
                 "GPUs": world,
-                "tokens": tokens,
-                "tokens per GPU": tokens // world,
+                "tokens per rank": n,
                 "ms": f"{took:,.0f}",
-                "% of linear": f"{linear(world, tokens):.0f}",
+                "% of linear": f"{linear(world, world * n, link):.0f}",
                 "bound, forward": bounds[0],
                 "bound, backward": bounds[1],
             }
@@ -1746,53 +1835,30 @@ for world, link in CLUSTERS.items():
 lab.table(rows if steps.rows else [], "The ring with more GPUs, simulated")
 
 # %%
-
-# Reading
-GOOD = 80
-from_tokens = {
-    world: min(
-        (tokens for tokens in lengths if linear(world, tokens) >= GOOD),
-        default=0,
-    )
-    for world in CLUSTERS
-}
-
-
-def short(tokens):
-    """A length as the axis of the figure has it."""
-    return f"{tokens / 2**20:.0f}Mi" if tokens >= 2**20 else f"{tokens / 2**10:.0f}Ki"
-
-
-end = largest * max(CLUSTERS)
-flat = linear(max(CLUSTERS), end)
-slower = measured_step(largest, "step, forward") / measured_step(
-    largest, "own, forward"
-)
-lab.read(
-    "**Each limit shapes a part of the curves.** At the left it is the host's time per step, "
-    "probably too much, because we charge all of it to the steps although ranks agree once per "
-    "call. On the slopes of the dashed and the dotted curve it is the transfers. "
-    f"At the right the curves end near {flat:.0f} %, because a forward step, which merges, takes "
-    f"{100 * (slower - 1):.0f} % longer than as many scores of a rank's own part."
-)
-
-
-# %%
-
-# Reading
-lab.read(
-    "**A ring is for long parts, so at a given length for few ranks.** "
-    f"To keep {GOOD} % of linear scaling, "
-    + " and ".join(
-        f"{world:,} GPUs need about {short(from_tokens[world])} tokens"
-        for world in (min(CLUSTERS), max(CLUSTERS))
-        if from_tokens[world]
-    )
-    + ", by a simulation that we could compare with two ranks only. Larger clusters can combine "
-    "both ways: heads within a host, and a ring of hosts (USP, in the references)."
-)
-
-# %%
+# **A ring is for long parts, so at a given length for few ranks.** Larger clusters can combine both
+# ways: heads within a host, and a ring of hosts (USP, in the references).
+#
+# In a training script
+# --------------------
+#
+# ``torchrun --nproc-per-node=2 train.py`` starts a script once per GPU. Each rank takes its part of
+# what the model reads, and calls ``ring_attention`` or ``all_to_all_attention``:
+#
+# .. code-block:: python
+#
+#    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+#    torch.distributed.init_process_group("nccl")
+#    inputs = tokens, labels, positions  # each of shape (batch, seqlen)
+#    shard = partial(kernelbook.shard_sequence, dim=1, layout="zigzag")
+#    tokens, labels, positions = map(shard, inputs)
+#    ...  # in the model, for q, k and v of shape (batch, heads, seqlen / world, head_dim):
+#    out = kernelbook.ring_attention(q, k, v, is_causal=True, layout="zigzag")
+#
+# Shift the labels before you cut, because the label of a piece's last token lies in another piece.
+# Positions must be those of the whole sequence, so they are cut as well; layers other than
+# attention need no change. If the loss is a sum over tokens, add up the gradients of the weights
+# over the ranks; PyTorch's data parallelism averages them, which is right for a mean.
+#
 # What breaks it
 # --------------
 #
@@ -1800,11 +1866,14 @@ lab.read(
 # So our ranks first agree on what they are about to compute, and wait no longer than their process
 # group allows.
 #
-# **A wrong layout.** What ranks cannot see is a sequence in another order than ``layout`` says. A
-# contiguous part passed as zig-zag has the right shape and raises no error, but the result is
-# wrong. ``ranks.run`` calls a function on every rank and returns what each returns:
+# **A wrong layout.** A contiguous part passed as zig-zag has the right shape, so that no rank can
+# see the mistake, and the result is wrong. ``passed_as`` cuts contiguous parts and calls
+# ``ring_attention`` with a ``layout``:
+
+# %%
 
 
+# Measuring
 def passed_as(rank, world, q, k, v, layout):
     """Contiguous parts, passed as a layout; the whole output."""
     parts = [ring.shard_sequence(x, 2).to(runtime.DEVICE) for x in (q, k, v)]
@@ -1814,14 +1883,15 @@ def passed_as(rank, world, q, k, v, layout):
 
 q, k, v = torch.randn(3, 1, 2, 8 * ranks.world, HEAD_DIM).to(DTYPE).unbind()
 truth, _ = reference.attention(q, k, v, True)
+
+# %%
+
 for layout in ring.LAYOUTS:
     out = ranks.run(passed_as, q, k, v, layout)[0]
     error = (out - truth).abs().max().item()
     print(f"contiguous parts passed as {layout}: error {error:.1e}")
 
 # %%
-# **A wrong shape, a late rank, a dead one.** These the ranks do see. The last rank passes a longer
-# part, or comes later than the others wait, or ends without a word:
 
 # Measuring
 LATE = 4.0  # seconds that a group has patience
@@ -1906,8 +1976,8 @@ def in_short(rows):
     return [
         {
             "mistake": mistake,
-            "rank 0: error after, s": of[0]["seconds"],
-            f"rank {last}: error after, s": of[last]["seconds"],
+            "rank 0: error after, s": str(of[0]["seconds"]),
+            f"rank {last}: error after, s": str(of[last]["seconds"]),
             "what rank 0 is told": re.split(r"[:,] (?!q|rank)", of[0]["what it says"])[
                 0
             ],
@@ -1919,22 +1989,24 @@ def in_short(rows):
 here = failures()
 mistakes = lab.measure("Mistakes of the last rank", lambda: here)
 shown = mistakes.rows or here
-lab.table(in_short(shown), "What the ranks say of a mistake of the last of them")
-
-# %%
-
-# Folded: Every message in full, as recorded
-mistakes
 
 # %%
 
 # Reading
-longest = max(row["seconds"] for row in shown if row["seconds"] != "—")
+waits = {
+    mistake: max(
+        row["seconds"]
+        for row in shown
+        if row["mistake"] == mistake and row["seconds"] != "—"
+    )
+    for mistake in ("another shape", "comes late", "dies")
+}
 silent = {row["mistake"] for row in (*shown, *here) if "returns" in row["what it says"]}
 lab.read(
-    f"No rank hangs: the longest waits {longest:.1f} s, with a time-out of {LATE:.0f}. A late rank "
-    "is told as soon as it calls. A dead rank is noticed before the time-out, probably by its "
-    "closed connection."
+    "**A wrong shape, a late rank, a dead one.** No rank hangs. If the last rank passes a longer "
+    f"part, all refuse it after {waits['another shape']:.1f} s. If it comes late, the others wait "
+    f"{waits['comes late']:.1f} s, their time-out. If it ends without a word, they notice after "
+    f"{waits['dies']:.1f} s, probably by its closed connection."
     + (
         f" Some return as if nothing had happened: {', '.join(sorted(silent))}."
         if silent
@@ -1943,13 +2015,31 @@ lab.read(
 )
 
 # %%
+
+# Folded: What the ranks say, in short and in full
+lab.together(
+    lab.table(in_short(shown), "What the ranks say of a mistake of the last of them"),
+    mistakes,
+)
+
+# %%
 # In short
 # --------
 #
 # Outputs over parts of the keys can be merged by one number per query, so queries stay and keys
 # travel round a ring. Under a causal mask, a piece from either end gives every rank the same work.
-# How well transfers hide depends on the tokens per rank, so a ring suits long parts.
-#
+
+# %%
+
+# Reading
+lab.read(
+    f"{WORLD} GPUs reach {100 * share['Kernel Book']:.0f} % of linear scaling at {length:,} "
+    f"tokens, and {percent('Kernel Book', first):.0f} % at {first:,}. Over a network card a rank "
+    f"needs about {round(hidden_from('backward', NETWORK), -3):,.0f} tokens to hide its transfers, "
+    "so a ring suits long parts."
+)
+
+# %%
 # Exercises
 # ---------
 #

@@ -9,12 +9,12 @@ it take to compute each weight once, and can the gradients still be the same bit
 You will learn
 
 - how programs add to the same sums in a fixed order, and why none of them waits for ever;
-- why the additions get a :term:`warp` of their own, which does nothing but wait and add;
+- why the additions get a :term:`warp` of their own;
 - how much of the promised speed one sweep delivers, and what holds back the rest.
 
-The fast kernels are written in :term:`Gluon` and need a Hopper GPU (H100, H200); without one, the
-page shows a recorded run. :doc:`/chapters/warps_with_roles` explains rings, barriers and the copy
-engine.
+In the bars, “two sweeps” is plain Triton, “Kernel Book” is this chapter's last kernel, and “full”
+is without a mask. The fast kernels are in :term:`Gluon`, for Hopper GPUs (H100, H200). Read
+:doc:`/chapters/warps_with_roles` first, for rings and barriers.
 """
 
 # sphinx_gallery_thumbnail_number = 6
@@ -73,14 +73,14 @@ lab.start(
 # :math:`P` and :math:`dS = P \circ (dP - \mathrm{delta})`, and then the tile's terms of
 # :math:`dV`, :math:`dK` and :math:`dQ`. **Two sweeps** compute :math:`S` and :math:`dP` twice and
 # need seven. One sweep needs five, which at the same speed would make it :math:`7/5 = 1.4` times as
-# fast. How much of that can we get?
+# fast.
 #
 # **The price is a shared sum.** A program owns a tile of keys and keeps their :math:`dK` and
 # :math:`dV`. But it meets all queries, and of each query's :math:`dQ` it computes only one term,
 # its *part*. All programs add their parts to sums in memory, and the order of the additions decides
-# the last bits, just as ``(0.1 + 0.2) + 0.3`` is not ``0.1 + (0.2 + 0.3)`` in Python. To give the
-# same bits in every run, the programs therefore take turns. Here three of them add to the tiles of
-# queries C, B and A:
+# the last bits, just as ``(0.1 + 0.2) + 0.3`` is not ``0.1 + (0.2 + 0.3)`` in Python. For the same
+# bits in every run, the programs take turns. Here three of them add to the tiles of queries C, B
+# and A:
 
 # Drawing
 assert (0.1 + 0.2) + 0.3 != 0.1 + (0.2 + 0.3)
@@ -128,16 +128,17 @@ lab.sketch(
 
 # %%
 # In every run, each tile of queries gets the part of program 0 first and that of program 2 last.
-# Yet all programs work at the same time, on different tiles. They begin with C, the *last* tile of
-# queries, because under a causal mask only the last queries see all keys.
+# Yet all programs work at the same time. They begin with C, the *last* tile of queries, because
+# under a causal mask only the last queries see all keys.
 #
 # A program waits for its turn
 # ----------------------------
 #
-# How does a program know that its turn has come? Here is a small kernel in plain Triton, for one
-# head without a mask. Each of its programs owns 64 keys, and in step ``i`` it meets a tile of 64
-# queries. ``lse`` comes from the forward pass, and ``delta``, the row sums of ``dO`` times ``O``,
-# is computed beforehand. Each row of ``s`` belongs to a key, and each column to a query:
+# A small kernel in plain Triton, for one head without a mask, shows how a program learns that its
+# turn has come. Each program owns 64 keys, and in step ``i`` it meets a tile of 64 queries. The
+# forward pass has left ``lse``, the :term:`logsumexp` of each query's scores; ``delta`` is the row
+# sums of ``dO`` times ``O``. A row of ``s`` belongs to a key, and a column to a query; ``dk`` is
+# multiplied by the scale after the loop:
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
 #    :pyobject: sweep_in_turn_kernel
@@ -145,9 +146,7 @@ lab.sketch(
 #    :end-before: # -- wait
 #    :dedent:
 #
-# ``dk`` is multiplied by the scale once, after the loop. To add its part, the program needs a sign
-# from the one before it. So each program has a *counter* in memory, which starts at 0 and says how
-# many steps that program has added:
+# Each program has a *counter* in memory, which starts at 0 and says how many steps it has added:
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
 #    :pyobject: sweep_in_turn_kernel
@@ -160,8 +159,6 @@ lab.sketch(
 # - ``atomic_xchg`` *writes* a counter. With ``"release"``, all stores above come before it.
 # - A single thread performs each atomic. The first ``debug_barrier`` holds the other threads back
 #   until it has read, and the second holds it back until they have stored.
-#
-# But does every wait end?
 
 
 # Measuring
@@ -273,9 +270,9 @@ lab.together(
 # Why nobody waits for ever
 # -------------------------
 #
-# A program that waits keeps its :term:`SM <SM>`, so a launch could stand still: all SMs might be
-# taken by programs that wait for one that has not started. One assumption rules this out:
-# **programs start in the order of their ids.** Program ids ascend with the keys of a head, so
+# A program that waits keeps its :term:`SM <SM>`, so all SMs might be taken by programs that wait
+# for one that has not started. One assumption rules this out: **programs start in the order of
+# their ids.** Program ids ascend with the keys of a head, so
 #
 # 1. a program waits for only one other, that of the keys before, whose id is smaller;
 # 2. by the assumption, that one has started;
@@ -283,19 +280,15 @@ lab.together(
 #    before it has also started, so it must have finished. Nothing holds our program up: it
 #    finishes, and then the same holds for the next.
 #
-# So, under this assumption, the launch ends. No manual promises it. On a GPU that broke it, a
-# launch could hang, but never give other bits, because no program adds before its turn. The cure
-# would be to let each program draw its number from an atomic counter when it starts.
+# So, under this assumption, the launch ends. No manual promises that programs start in this order.
+# On a GPU where they did not, a launch could hang, but never give other bits, because no program
+# adds before its turn. The cure would be to draw each program's number from an atomic counter.
+#
+# **The direction matters.** If ids *descend* with the keys, and a head has more tiles than there
+# are SMs, the programs that run wait for one that cannot start. The simulation of the next section
+# stands still:
 
 # %%
-# What the order costs
-# --------------------
-#
-# Waits that end still cost time. How much depends on which programs run together, so let us
-# simulate four heads of eight tiles of keys on eight SMs. In each tick a program does one step,
-# provided that the program of the keys before has done it earlier. A row is an SM, a colour is a
-# head, and grey is waiting. *Full* attention has no mask; under a causal mask later keys have fewer
-# steps.
 
 
 # Drawing
@@ -333,6 +326,21 @@ def simulate(n_tiles, n_heads, n_sms, is_causal, at_once=1, backwards=False):
 
 # %%
 
+machine_and_heads = {"n_tiles": 8, "n_heads": 3, "n_sms": 4, "is_causal": False}
+assert simulate(**machine_and_heads)  # ids ascend with the keys: the launch ends
+assert not simulate(**machine_and_heads, backwards=True)  # ids descend: it stands still
+
+# %%
+# What the order costs
+# --------------------
+#
+# How much time the waits cost depends on which programs run together, so we simulate four heads of
+# eight tiles of keys on eight SMs. In each tick a program does one step, if the program of the keys
+# before has done it. A row is an SM, a colour a head, and grey is waiting. *Full* attention has no
+# mask; under a causal mask later keys have fewer steps.
+
+# %%
+
 
 # Drawing
 def at_work(ticks):
@@ -342,10 +350,13 @@ def at_work(ticks):
 
 
 SHOWN = {
-    "full, one head at once": simulate(8, 4, 8, False),
-    "causal, one head at once": simulate(8, 4, 8, True),
-    "causal, four heads at once": simulate(8, 4, 8, True, at_once=4),
+    "full, all tiles of a head at once": simulate(8, 4, 8, False),
+    "causal, all tiles of a head at once": simulate(8, 4, 8, True),
+    "causal, two tiles of each head at once": simulate(8, 4, 8, True, at_once=4),
 }
+# head and tile of the first SM, in each tick
+ON_FIRST = [cell[:2] for cell, *_ in [*SHOWN.values()][-1]]
+assert list(dict.fromkeys(ON_FIRST)) == [(0, 0), (0, 2), (0, 4), (0, 6)]
 
 
 def least(ticks):
@@ -372,6 +383,10 @@ def schedules(axes):
         axes.text(0, top - 0.8, title, fontsize=11)
         axes.text(-0.7, top + rows / 2, "SMs", rotation=90, ha="right", va="center")
     most = max(map(len, SHOWN.values()))
+    axes.text(
+        len(ticks) + 0.4, top + 0.6, "← tiles 0, 2, 4, 6 of head 0", va="center",
+        fontsize=10, color="#59636e",
+    )  # fmt: skip
     bottom = len(SHOWN) * (rows + room) - room
     axes.set(xlim=(0, most), ylim=(bottom, -2), yticks=[], xlabel="ticks")
     axes.grid(visible=False)
@@ -383,8 +398,8 @@ lab.sketch(
     "Three schedules, one above the other. Each row is an SM, each colour a head, and grey is "
     "waiting. In full attention each SM but the first waits once, in the beginning. With a causal "
     "mask all programs of a head end together, and those of the next head wait again, each a step "
-    "longer than the one before. With four heads at once there is less grey, and all is done in "
-    "fewer ticks.",
+    "longer than the one before. With two tiles of each of the four heads at once there is less "
+    "grey, and all is done in fewer ticks. The first SM there runs tiles 0, 2, 4 and 6 of head 0.",
     schedules,
     height=5.6,
 )
@@ -404,20 +419,20 @@ lab.read(
 # **Under a causal mask every head pays again,** because all its programs end together, and those of
 # the next head start together.
 #
-# **Heads apart win most of it back.** At the bottom, neighbouring programs belong to different
-# heads, so the program that one waits for started earlier or at the same moment, and the wait is
-# one tick at most. Within a head ids still ascend, as the proof demands.
+# **Two tiles of each head at once win most of it back** (lowest panel). Neighbouring programs then
+# belong to different heads, so the program that one waits for started earlier or at the same
+# moment. Within a head ids still ascend, as the proof demands.
 
 # %%
-# Why the order needs somebody who waits
-# --------------------------------------
+# A warp that only waits and adds
+# -------------------------------
 #
-# Could a program compute while it waits? *Without* an order nobody waits: a program asks the copy
-# engine to add its part, and goes on. In a *fixed* order an addition has two waits: one before it,
-# for the turn, and one after it, until the sums are in memory, because only then may the counter
-# say so. During both, all warps of the small kernel stand still. A second program on the same SM
-# could compute, but a program of the fast kernel, which owns 128 keys, leaves no room for one:
+# *Without* an order nobody waits: a program asks the copy engine to add its part, and goes on. In a
+# *fixed* order it waits twice: for the turn, and then until the sums are in memory, because only
+# then may the counter say so. All warps of the small kernel stand still meanwhile. A second program
+# on the same SM could compute, but does not fit.
 
+# Measuring
 held = {  # rows, columns, bytes of a number, where
     "dK and dV, float32": (2 * KEYS, HEAD_DIM, 4, "registers"),
     "S and dP, float32": (2 * KEYS, QUERIES, 4, "registers"),
@@ -439,8 +454,25 @@ assert room == {"registers": 224, "shared memory": 192}
 capacity = {"registers": 256, "shared memory": 227}  # KiB of an SM
 for what, kib in (("in all", room), ("an SM has", capacity)):
     rows.append({"KiB, at head_dim 128": what} | {at: str(x) for at, x in kib.items()})
-lab.table(
+held_table = lab.table(
     rows, "What a program of the fast kernel holds, before it computes the part of dQ"
+)
+operands = [
+    ("Sᵀ = K Qᵀ", "shared memory"),
+    ("dPᵀ = V dOᵀ", "shared memory"),
+    ("dV += Pᵀ dO", "registers"),
+    ("dK += dSᵀ Q", "registers"),
+    ("part of dQ = dS K", "shared memory"),
+]
+operands = [(one.replace(" ", "\u00a0"), where) for one, where in operands]
+
+# %%
+
+# Reading
+lab.read(
+    "A program of the fast kernel owns 128 keys, and at head_dim 128 it holds "
+    f"{room['registers']} of the {capacity['registers']} KiB of registers and "
+    f"{room['shared memory']} of the {capacity['shared memory']} KiB of shared memory of its SM."
 )
 
 # %%
@@ -454,7 +486,7 @@ lab.table(
 #
 # - a *loader* warp fills rings of queries and of the gradients ``dO``;
 # - two *consumers* compute; each is a :term:`warpgroup` and owns 64 of the 128 keys;
-# - an *adder* warp waits for its turn, and has the copy engine add the part to the sums.
+# - an *adder* warp waits for its turn, and has the copy engine add the part.
 
 
 # Drawing
@@ -462,87 +494,81 @@ def machine(axes):
     edge = "#59636e"
     role, store, far = "#eaf2fb", "#fff4e5", "#f6f8fa"
     for x, y, width, height, fill, text in (
-        (0, 6, 1.8, 1.4, role, "loader\n1 warp"),
-        (3.1, 6, 3.7, 1.4, role, "consumers 0 and 1\n4 warps each"),
-        (8.2, 6, 1.8, 1.4, role, "adder\n1 warp"),
-        (0, 3, 2.3, 1.4, store, "rings of\nQ and dO"),
-        (3.1, 3, 2.1, 1.4, store, "dS of both"),
-        (5.8, 3, 2.1, 1.4, store, "part of dQ"),
-        (0, 0, 2.3, 1, far, "Q, dO"),
-        (5.8, 0, 2.1, 1, far, "sums of dQ"),
-        (8.3, 0, 1.7, 1, far, "counters"),
+        (0, 7.4, 1.8, 1.4, role, "loader\n1 warp"),
+        (3.1, 7.4, 3.7, 1.4, role, "consumers 0 and 1\n4 warps each"),
+        (8.2, 7.4, 1.8, 1.4, role, "adder\n1 warp"),
+        (0.9, 4.7, 1.9, 1.2, store, "rings of\nQ and dO"),
+        (3.6, 4.7, 1.6, 1.2, store, "dS of\nboth"),
+        (5.9, 4.7, 1.9, 1.2, store, "part of\ndQ"),
+        (0, 2.5, 2.8, 0.9, far, "copy engine"),
+        (5.9, 2.5, 2.8, 0.9, far, "copy engine"),
+        (0.9, 0, 1.9, 0.9, far, "Q, dO"),
+        (5.9, 0, 1.9, 0.9, far, "sums of dQ"),
+        (8.4, 0, 1.7, 0.9, far, "counters"),
     ):
         axes.add_patch(Rectangle((x, y), width, height, facecolor=fill, edgecolor=edge))
         write_at(axes, (x + width / 2, y + height / 2), text)
     for start, end, ends, text, at in (
-        ((3.05, 6.7), (1.85, 6.7), "->", "empty", (2.45, 7.05)),
-        ((6.85, 7.0), (8.15, 7.0), "->", "full", (7.5, 7.3)),
-        ((8.15, 6.4), (6.85, 6.4), "->", "empty", (7.5, 6.05)),
-        ((0.7, 5.95), (0.7, 4.45), "->", "asks", (0.25, 5.2)),
-        ((1.15, 1.05), (1.15, 2.95), "->", "copy engine\nloads", (2.2, 2.0)),
-        ((2.0, 4.45), (3.3, 5.95), "->", "full", (2.35, 5.3)),
-        ((4.0, 5.95), (4.0, 4.45), "<->", "write,\nmeet, read", (4.85, 5.2)),
-        ((6.3, 5.95), (6.3, 4.45), "->", "write", (6.75, 5.2)),
-        ((8.7, 5.95), (7.5, 4.45), "->", "asks", (8.5, 4.9)),
-        ((6.85, 2.95), (6.85, 1.05), "->", "copy engine\nadds", (5.8, 2.0)),
-        ((9.5, 5.95), (9.5, 1.05), "<->", "whose\nturn?", (8.9, 2.6)),
+        ((3.05, 8.1), (1.85, 8.1), "->", "empty", (2.45, 8.45)),
+        ((6.85, 8.4), (8.15, 8.4), "->", "full", (7.5, 8.7)),
+        ((8.15, 7.8), (6.85, 7.8), "->", "empty", (7.5, 7.45)),
+        ((0.4, 7.35), (0.4, 3.45), "->", "asks", (0.0, 6.6)),
+        ((1.85, 0.95), (1.85, 2.45), "->", "loads", (2.45, 1.7)),
+        ((1.85, 3.45), (1.85, 4.65), "->", "", (0, 0)),
+        ((2.2, 5.95), (3.3, 7.35), "->", "full", (2.35, 6.8)),
+        ((4.4, 7.35), (4.4, 5.95), "<->", "write,\nmeet, read", (5.3, 6.65)),
+        ((6.5, 7.35), (6.5, 5.95), "->", "write", (7.05, 6.65)),
+        ((8.4, 7.35), (8.4, 3.45), "->", "asks", (8.85, 5.4)),
+        ((6.85, 4.65), (6.85, 3.45), "->", "", (0, 0)),
+        ((6.85, 2.45), (6.85, 0.95), "->", "adds", (6.35, 1.7)),
+        ((9.4, 0.95), (9.4, 7.35), "->", "read:\nmy turn?", (8.75, 1.65)),
+        ((9.8, 7.35), (9.8, 0.95), "->", "write:\ndone", (10.3, 4.3)),
     ):
         arrow = {"arrowstyle": ends, "color": edge}
         axes.annotate("", xy=end, xytext=start, arrowprops=arrow)
-        write_at(axes, at, text, 10, edge)
-    axes.set(xlim=(-0.1, 10.1), ylim=(-0.1, 7.5))
+        if text:
+            write_at(axes, at, text, 10, edge)
+    axes.set(xlim=(-0.4, 10.8), ylim=(-0.1, 8.9))
     axes.axis("off")
 
 
 lab.sketch(
-    "Roles, shared memory (middle) and memory (below)",
-    "Boxes. A loader of one warp asks the copy engine to fill rings of Q and dO in shared memory. "
-    "Two consumers of four warps each wait until a slot is full, tell the loader when it is empty, "
-    "hand dS to each other through shared memory, and write the part of dQ there. They tell an "
-    "adder of one warp that it is full, and the adder tells them when it is empty. The adder asks "
-    "the copy engine to add the part to the sums of dQ in memory, and reads and writes counters "
-    "that say whose turn it is.",
+    "Three roles; below them shared memory, the copy engine, memory",
+    "Boxes. A loader of one warp asks the copy engine to load Q and dO from memory into rings in "
+    "shared memory. Two consumers of four warps each wait until a slot is full, tell the loader "
+    "when it is empty, hand dS to each other through shared memory, and write the part of dQ "
+    "there. They tell an adder of one warp that it is full, and the adder tells them when it is "
+    "empty. The adder asks the copy engine to add the part to the sums of dQ in memory, reads in a "
+    "counter whether it is its turn, and writes in another what is done.",
     machine,
-    height=3.8,
+    height=4.4,
 )
 
 # %%
-# Which tiles go through shared memory
-# ------------------------------------
-#
-# Which tiles of a step have to go through shared memory? A matmul of Hopper takes its *right*
-# operand from there and its *left* one from there or from registers. Its result is in registers,
-# distributed over the threads exactly as a left operand has to be. So we compute the *transposed*
-# scores :math:`K Q^\top`, and :math:`V dO^\top`. Then :math:`P^\top` and :math:`dS^\top` can serve
-# as left operands where they are.
 
-operands = [
-    ("Sᵀ = K Qᵀ", "shared memory", "registers: Pᵀ"),
-    ("dPᵀ = V dOᵀ", "shared memory", "registers: dSᵀ"),
-    ("dV += Pᵀ dO", "registers", "registers, stays"),
-    ("dK += dSᵀ Q", "registers", "registers, stays"),
-    ("part of dQ = dS K", "shared memory", "registers, leaves"),
-]
-operands = [(one.replace(" ", "\u00a0"), *others) for one, *others in operands]
-columns = ("matmul", "left operand from", "result")
-lab.table(
-    [dict(zip(columns, row, strict=True)) for row in operands],
-    "Five matmuls; the right operand is in shared memory",
+# Folded: What a program of the fast kernel holds, and from where its matmuls read
+lab.together(
+    held_table,
+    lab.table(
+        [{"matmul": one, "left operand from": where} for one, where in operands],
+        "Five matmuls; the right operand of each is in shared memory",
+    ),
 )
-
-# %%
-# **Of what a step computes, only dS must go to shared memory as an operand.** Registers hold
-# :math:`dS^\top`, but the part of :math:`dQ` needs :math:`dS` on the left, and a matmul can
-# transpose only what it reads from shared memory. There, the other consumer can read dS, too.
 
 # %%
 # One step, wait by wait
 # ----------------------
 #
-# In a step every matmul needs what the one before has made. How can a consumer compute while they
-# run? It *issues* a matmul, and then does work that does not need the result. It waits eight times:
-# for the loader (1, 2), for its own matmuls (3, 4, 6, 8), for the other consumer (5) and for the
-# adder (7).
+# **Of what a step computes, only dS must go to shared memory as an operand.** A matmul of Hopper
+# takes its *right* operand from shared memory, and its *left* one from there or from registers,
+# where its result is, distributed as a left operand has to be. So we compute the *transposed*
+# scores :math:`K Q^\top`, and :math:`V dO^\top`: :math:`P^\top` and :math:`dS^\top` are left
+# operands where they are. But the part of :math:`dQ` needs :math:`dS` on the left, and a matmul can
+# transpose only what it reads from shared memory.
+#
+# A consumer only *issues* a matmul, and then does work that does not need the result. It waits
+# eight times: for the loader (1, 2), for its own matmuls (3, 4, 6, 8), for the other consumer (5)
+# and for the adder (7):
 #
 # .. image:: /figures/attention-backward-step.svg
 #    :alt: One step of consumer 0, and its eight waits. Four lanes, in which time runs down: adder,
@@ -554,13 +580,11 @@ lab.table(
 #          for the adder while dK runs, waits for dK (8), and frees the slot of Q. The adder adds
 #          the part of the step before until after wait 7, and then waits for its turn.
 #
-# From here on the code is that of the fast kernel, in Gluon and for head_dim 128. Names in ``_s``
-# are buffers in shared memory, and ``STAGES`` = 2 is how many slots a ring has.
+# From here on the code is that of the fast kernel, in Gluon and for head_dim 128.
 #
 # **Waits 1 to 3: make P, while dP runs.** In step ``i`` a consumer meets the queries ``q`` and
-# their gradients ``do``, each in a slot of its ring. Its own 64 keys and values are ``k`` and
-# ``v``. In the code ``s``, ``p``, ``dp`` and ``ds`` are the transposed tiles, with a row for each
-# key: ``ds`` is the :math:`dS^\top` of the formulas, and ``ds_t``, further down, is :math:`dS`.
+# their gradients ``do`` with its own 64 keys ``k`` and values ``v``. Its tiles ``s``, ``p``, ``dp``
+# and ``ds`` are transposed, with a row for each key:
 #
 # .. code-block:: python
 #
@@ -576,16 +600,27 @@ lab.table(
 #    weights = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
 #    delta = delta_s.index(slot).load(query)
 #
-# - ``warpgroup_mma`` only issues a matmul. ``warpgroup_mma_wait(1)`` waits until at most one is
-#   under way: S is there, and dP still runs while ``exp2`` makes the weights.
-# - ``none`` stands where a matmul has an accumulator, because S and dP begin anew in each step.
-# - ``exp2`` computes powers of 2, so ``scale_log2`` and ``lse`` hold a factor :math:`\log_2 e`. A
-#   causal mask would set weights to 0 here.
-# - ``query`` is the layout of one number per query, ``operand`` that of a left operand. With
-#   ``assert_trivial``, no number may move to another thread.
+# ``warpgroup_mma_wait(1)`` waits until at most one matmul is under way: S is there, and dP still
+# runs while ``exp2`` makes the weights.
 #
-# **Waits 4 and 5: exchange dS, while dV runs.** The consumer stores dS while dV runs, and then
-# meets the other at a :term:`named barrier`:
+# .. dropdown:: Names in the code, and what parity is
+#
+#    - Names in ``_s`` are buffers in shared memory, and a ring has ``STAGES`` = 2 slots.
+#    - ``ds`` is the :math:`dS^\top` of the formulas, and ``ds_t``, further down, is :math:`dS`.
+#    - ``parity`` is the number of a barrier's phase modulo 2, because a barrier can tell only an
+#      even phase from an odd one: it is 0 at the first use of a slot and 1 at the second.
+#      ``(i & 1) ^ 1``, at wait 7, lets the first wait pass at once, because the buffer is empty in
+#      the beginning.
+#    - ``none`` stands where a matmul has an accumulator, because S and dP begin anew in each step.
+#    - ``exp2`` computes powers of 2, so ``scale_log2`` and ``lse`` hold a factor
+#      :math:`\log_2 e`. A causal mask would set weights to 0 here.
+#    - ``query`` is the layout of one number per query, and not the offsets of queries as in the
+#      small kernel; ``operand`` is the layout of a left operand. With ``assert_trivial``, no number
+#      may move to another thread.
+#    - ``position_of`` and ``announce``, in the code of the adder, are two small functions in
+#      :term:`PTX`, which a fold there shows.
+#
+# **Waits 4 and 5: exchange dS, while dV runs.** The consumers meet at a :term:`named barrier`:
 #
 # .. code-block:: python
 #
@@ -596,13 +631,12 @@ lab.table(
 #    fence_async_shared()
 #    named_barrier("sync", 9, 256)  # wait 5, at barrier 9, for 256 threads
 #
-# ``fence_async_shared`` lets matmuls see what threads have stored. Now both consumers can read the
-# dS of all 128 keys. ``ds_s`` has tiles for two steps, so that a consumer can store the next dS
-# while the other still reads this one.
+# ``fence_async_shared`` lets matmuls see what threads have stored. ``ds_s`` has tiles for two
+# steps, so that a consumer can store the next dS while the other still reads this one.
 #
-# **Wait 6: compute the part of dQ.** A consumer could compute the part of its own 64 keys, but then
-# every step would have two parts to add. Instead each consumer computes half of the columns, for
-# the keys of both. ``half`` says whose keys and dS it reads:
+# **Wait 6: compute the part of dQ.** If each consumer computed the part of its own 64 keys, every
+# step would have two parts to add. Instead each computes half of the columns, for the keys of both.
+# ``half`` says whose keys and dS it reads:
 
 
 # Drawing
@@ -656,11 +690,10 @@ lab.sketch(
 #    part, dv = warpgroup_mma_wait(1, deps=[part, dv])  # wait 6
 #    mbarrier.arrive(do_empty.index(slot))
 #
-# The left operand of dK is ``ds``, still in registers. Wait 6 leaves only dK under way. As dV has
-# ended, the loader may fill the slot of dO again.
+# Wait 6 leaves only dK under way. As dV has ended, the loader may fill the slot of dO again.
 #
-# **Waits 7 and 8: hand the part over, while dK runs.** As soon as the adder's buffer is empty (7),
-# the consumer stores its half of the part. The step ends when dK is there (8):
+# **Waits 7 and 8: hand the part over, while dK runs.** When the copy engine has read the part
+# before (7), the consumer stores its half of this one. The step ends when dK is there (8):
 #
 # .. code-block:: python
 #
@@ -681,10 +714,10 @@ lab.sketch(
 # How the adder keeps the order
 # -----------------------------
 #
-# Only the *adder* waits for another program, in the order of the small kernel, so the proof that
-# nobody waits for ever still holds. What must the adder say, and when? The consumers can have their
-# buffer back as soon as the copy engine has *read* the part. The next program has to wait until the
-# engine has *completed* the addition:
+# Only the *adder* waits for another program. Inside a program the roles wait only for an earlier
+# step or for the loader, so these waits end as well, and the proof still holds. The consumers can
+# have their buffer back as soon as the copy engine has *read* the part, but the next program has to
+# wait until the engine has *completed* the addition:
 
 
 # Drawing
@@ -734,16 +767,14 @@ lab.sketch(
 )
 
 # %%
-# In code, the adder waits for the program of the keys before, unless its own keys are the first of
-# a head (``start_n`` = 0), and then for both halves of the part. ``row`` is where the queries of
-# step ``i`` lie in the sums.
+# In code:
 #
 # .. code-block:: python
 #
-#    position = 0  # how many steps the program of the keys before is known to have done
+#    position = 0  # how far the program of the keys before is known to be
 #    for i in range(steps):
 #        row = row_of_head + (n_tiles - 1 - i) * BLOCK_M
-#        if start_n > 0:
+#        if start_n > 0:  # these keys are not the first of a head
 #            while position < i + 1:
 #                position = position_of(counter_ptr - 1)
 #        for half in gl.static_range(2):
@@ -755,10 +786,10 @@ lab.sketch(
 #            mbarrier.arrive(part_empty.index(half))
 #        announce(counter_ptr, i + 1)
 #
-# ``tma_add`` asks the copy engine to add half a part to the sums, and ``tma.store_wait(0)`` waits
-# until the engine has *read* both. The counter must promise more, and Triton's atomics order only
-# what threads store, while here the engine adds. So ``announce`` waits until the engine has
-# *completed* the additions and then writes the counter, in four instructions of :term:`PTX`.
+# ``tma.store_wait(0)`` waits until the engine has *read* both halves. The counter must promise
+# more, but Triton's atomics order only what threads store, while here the engine adds. So
+# ``announce`` waits until the engine has *completed* the additions and then writes the counter, in
+# four instructions of PTX.
 #
 # .. dropdown:: The four instructions, and those of the reader
 #
@@ -783,7 +814,7 @@ lab.sketch(
 #    smallest count that one of them read, and the fence puts what they saw before the additions
 #    that this program's engine makes next.
 
-# Whole: each change a switch, and how the ladder was measured
+# Whole: each change of the ladder below is a switch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -1333,49 +1364,12 @@ def cases_of_kernel(head_dim, mask, n_q, n_k):
 
 # %%
 
-# Reading
+# Measuring
 right = lab.check(
     "The package's kernel", every_case(), stand_in="with PyTorch's sweep in its place"
 )
-said = right.plain.split("\n")[0].partition(": ")[2].split(";")[0].rstrip(".")
-lab.read(
-    "**It is right.** Over odd lengths, grouped heads, causal masks and windows, with a fixed "
-    "order and without one, its bfloat16 gradients were compared with a float64 reference: "
-    f"{said}."
-)
 
 # %%
-
-# Folded: Which kernel runs when, and every check
-lab.together(
-    lab.table(rows, "What attention(...).backward runs on a Hopper GPU, by length"),
-    lab.read(
-        "Two sweeps also run on other GPUs, and where not all three gradients are asked for. "
-        '`backend="triton"` asks for two sweeps. `backend="gluon"` insists on Gluon, and raises an '
-        "error where that cannot run. Plain Triton's single sweep runs only with "
-        '`deterministic=False` together with `backend="triton"`, because it is slower than two '
-        "sweeps. The kernel was run under Triton 3.6 and 3.9; under 3.7 and 3.8 it compiles, "
-        "but was not run."
-    ),
-    lab.check(
-        "The public call",
-        [
-            case
-            for what, found in (
-                ("by default", by_default),
-                ("backend='triton'", in_two_sweeps),
-                ("deterministic=False", in_any_order),
-            )
-            for case in three_cases(what, found, q, k, v, do, True)
-        ],
-    ),
-    right,
-)
-
-# %%
-# **Are they the same bits?** One input is launched again and again while other work keeps the GPU
-# busy, so that programs start at different times. The table counts the launches in which a bit
-# differs from the first.
 
 
 # Measuring
@@ -1440,7 +1434,6 @@ def soak(at_most=10_000, seconds=25):
 
 
 soaked = lab.attempt("Launches of random shapes", soak if HOPPER else NEEDS_HOPPER)
-again
 
 # %%
 
@@ -1454,52 +1447,74 @@ if not again.rows:
     steps.rate("an adder", mask="full")  # says why numbers are missing
 launched = again.rows[0]["launches"] if again.rows else nan
 ended = soaked.rows[0] if soaked.rows else {}
+said = right.plain.split("\n")[0].partition(": ")[2].split(";")[0].rstrip(".")
 lab.read(
-    "**In a fixed order no bit differs.** Without an order "
+    f"**In a fixed order no bit differed.** One input was launched {launched:,.0f} times with and "
+    "as often without a mask, beside other work, so that programs started at different times. In a "
+    "fixed order each launch gave the bits of the first. Without an order "
     + (
-        "`dq` differs in every launch"
+        "`dq` differed in every launch"
         if set(of_free) == {launched}
-        else f"`dq` differs in {of_free[0]:,.0f} launches without a mask and in {of_free[1]:,.0f} "
-        "with a causal one"
+        else f"`dq` differed in {of_free[0]:,.0f} launches without a mask and in "
+        f"{of_free[1]:,.0f} with a causal one"
     )
-    + "; `dk` and `dv` do not, because only one program adds to them. "
-    f"And {ended.get('finished', nan):,.0f} launches of random shapes in a fixed order all ended."
+    + ", while `dk` and `dv` never did, because only one program adds to them. "
+    f"{ended.get('finished', nan):,.0f} launches of random shapes in a fixed order all ended."
 )
 
 # %%
-# .. dropdown:: The package's kernel whole, and what compute-sanitizer says
-#
-#    .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
-#       :pyobject: position_of
-#
-#    .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
-#       :pyobject: load
-#
-#    .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
-#       :pyobject: add
-#
-#    .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
-#       :pyobject: consume
-#
-#    .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
-#       :pyobject: attention_hopper_bwd_kernel
-#
-#    Every tenth launch of the random shapes was compared with plain Triton, and agreed.
-#
-#    NVIDIA's compute-sanitizer found no access out of bounds in these kernels, but its search for
-#    races cannot judge warps with roles: it missed a race of two roles that we had planted, and
-#    took an exchange that an mbarrier orders for one.
+
+# Reading
+lab.read(
+    "**The gradients are right.** Over odd lengths, grouped heads, causal masks and windows, in a "
+    f"fixed order and without one, in bfloat16 against float64, {said}."
+)
+
+# %%
+
+# Folded: Which kernel runs when, and every check
+lab.together(
+    lab.table(rows, "What attention(...).backward runs on a Hopper GPU, by length"),
+    lab.read(
+        "Two sweeps also run on other GPUs, and where not all three gradients are asked for. "
+        '`backend="triton"` asks for two sweeps. `backend="gluon"` insists on Gluon, and raises an '
+        "error where that cannot run. Plain Triton's single sweep runs only with "
+        '`deterministic=False` together with `backend="triton"`, because it is slower than two '
+        "sweeps. The kernel is in `src/kernelbook/ops/hopper/backward.py`, and was run under "
+        "Triton 3.6 and 3.9; under 3.7 and 3.8 it compiles, but was not run."
+    ),
+    lab.check(
+        "The public call",
+        [
+            case
+            for what, found in (
+                ("by default", by_default),
+                ("backend='triton'", in_two_sweeps),
+                ("deterministic=False", in_any_order),
+            )
+            for case in three_cases(what, found, q, k, v, do, True)
+        ],
+    ),
+    right,
+    again,
+    soaked,
+    lab.read(
+        "Every tenth launch of the random shapes was compared with plain Triton, and agreed. "
+        "NVIDIA's compute-sanitizer found no access out of bounds in these kernels, but its search "
+        "for races cannot judge warps with roles: it missed a race of two roles that we had "
+        "planted, and took an exchange that an mbarrier orders for one."
+    ),
+)
 
 # %%
 # What each change is worth
 # -------------------------
 #
-# Does one sweep pay? The two upper bars are for comparison. The ladder begins at “one sweep with
-# roles”, where the consumers themselves ask the copy engine to add, and then adds one change after
-# the other. With “a fixed order” tiles of 4 heads alternate, whose 4 · 32 tiles nearly fill the 132
-# SMs. Under a causal mask “heads apart” has 16 heads, about as many as the rungs without an order.
-# “Kernel Book” is the package's kernel. All are credited with five matmuls, even two sweeps, so a
-# longer bar is a shorter time.
+# The *ladder* begins at “one sweep with roles”, in which the consumers themselves ask for the
+# additions, and each *rung* adds one change to the rung above. The two sweeps of
+# :doc:`/chapters/attention_backward`, and one sweep in plain Triton, stand apart. All are credited
+# with five matmuls, even two sweeps, so a longer bar is a shorter time. Behind a bar stands its
+# gain over the rung above; ±0 is less than 2 %.
 
 # Measuring
 SCATTER = 0.02  # of one kernel that the page times twice: the section on speed has it
@@ -1625,6 +1640,11 @@ waited = lab.attempt(
 )
 
 
+def of_waits(column, heads, mask="causal"):
+    rows = [r for r in waited.rows if (r["mask"], r["heads"]) == (mask, f"× {heads}")]
+    return rows[0].get(column, nan) if rows else nan
+
+
 # Measuring
 TRACED = ["half the columns", "a fixed order"]
 SPAN = range(24, 32)  # steps, from the middle of 64
@@ -1654,58 +1674,128 @@ traced = lab.attempt(
 )
 
 
+def mean_steps(stamps_of):
+    """Of two rungs, where the cycles of a step go: the mean over programs from all tiles."""
+    rows = []
+    inputs = drawn((4, 16, 16, 4096, 4096, 128), torch.bfloat16)
+    # cycles of the one matmul that is under way after wait 3 or 6
+    in_flight = 2 * QUERIES * KEYS * HEAD_DIM // 4096
+    names = ("a step", "pause at dS", "pause at the part", "hands over", "turn", "adds")
+    for rung in ("an adder", "a fixed order"):
+        sums, n_steps = dict.fromkeys(names, 0), 0
+        for pid in range(17, 64 * N_TRACED, 61):  # as above
+            one, other, adder = stamps_of(inputs, False, VERSIONS[rung], pid)
+            for i in range(len(one) - 1):
+                begin = one[i][0]
+                both = [[apart(begin, x) for x in role[i]] for role in (one, other)]
+                after = min(apart(begin, role[i + 1][0]) for role in (one, other))
+                at_ds = min(x[2] for x in both) - max(x[1] for x in both) - in_flight
+                at_part = after - max(x[4] for x in both) - in_flight
+                sums["a step"] += apart(begin, one[i + 1][0])
+                sums["pause at dS"] += max(at_ds, 0)
+                sums["pause at the part"] += max(at_part, 0)
+                sums["hands over"] += both[0][5] - both[0][4]
+                sums["turn"] += apart(adder[i][0], adder[i][1])
+                sums["adds"] += apart(adder[i][1], adder[i][3])
+                n_steps += 1
+        means = {name: round(cycles / n_steps) for name, cycles in sums.items()}
+        rows.append({"rung": rung, "steps": n_steps} | means)
+    return rows
+
+
+of_all = lab.attempt(
+    "Where the cycles of a step go, full, mean of programs from all tiles",
+    partial(mean_steps, traced_run) if HOPPER else NEEDS_HOPPER,
+)
+
+
 # %%
 
 
 # Drawing
-ANY_ORDER = {"one sweep, plain Triton": "plain Triton, no order"}
-
-
-def with_its_order(sweep):
-    """A sweep whose one sweep in plain Triton says in which order it adds."""
-    names = {name: ANY_ORDER.get(name, name) for name in sweep.milliseconds}
-    return replace(
-        sweep,
-        providers=[names.get(name, name) for name in sweep.providers],
-        milliseconds={names[name]: ms for name, ms in sweep.milliseconds.items()},
-        elsewhere=[with_its_order(other) for other in sweep.elsewhere],
-    )
-
-
-lab.ladder(
-    with_its_order(steps),
-    "From two sweeps to one in a fixed order, head_dim 128",
-    ["two sweeps", *ANY_ORDER.values(), *LADDER, "Kernel Book"],
-    by="mask",
-    where={"seqlen": 4096},
-)
-
-# %%
-
-# Measuring
-WHAT_IS_NEW = {
-    "one sweep with roles": ("two sweeps", "roles, against two sweeps"),
-    "half the columns": ("one sweep with roles", "one part a step, not two"),
-    "overlap": ("half the columns", "matmuls ahead, as in the code above"),
-    "an adder": ("overlap", "a warp adds, without an order"),
-    "a fixed order": ("an adder", "the adder waits for its turn"),
-    "heads apart": ("a fixed order", "tiles of more heads alternate"),
-    "Kernel Book": ("heads apart", "any length; first part written"),
+APART = {  # for comparison: what is drawn, and what it is
+    "two sweeps": ("two sweeps", "plain Triton"),
+    "one sweep, plain Triton": ("one sweep, no order", "plain Triton"),
 }
-lab.table(
-    [
-        {"rung": rung, "what is new": what_is_new}
-        | {
-            column: verdict(gain(rung, mask, other))
-            .replace(NO_DIFFERENCE, "±0")
-            .replace("gains ", "+")
-            .replace("loses ", "−")
-            for column, mask in (("full", "full"), ("causal", "causal"))
-        }
-        for rung, (other, what_is_new) in WHAT_IS_NEW.items()
-        if steps.rows
-    ],
-    f"Gain over the rung before; ±0 is less than {100 * SCATTER:.0f} %",
+WHAT_IS_NEW = {
+    "one sweep with roles": "Gluon; consumers ask for additions",
+    "half the columns": "one part a step, not two",
+    "overlap": "matmuls ahead, as in the code above",
+    "an adder": "a warp adds, without an order",
+    "a fixed order": "the adder waits for its turn",
+    "heads apart": "causal: 8 tiles of each head at once",
+    "Kernel Book": "any length; first part stored",
+}
+PLACES = dict(zip((*APART, *WHAT_IS_NEW), (0, 1, *range(3, 10)), strict=True))
+PLACES = {rung: at - 0.5 * (at > 1) for rung, at in PLACES.items()}  # with a gap
+MASKS_OF_BARS = ("full", "causal")
+
+
+def shares_of(rows):
+    return {(row["provider"], row["mask"]): 100 * row["share"] for row in rows}
+
+
+def over_the_rung_above(shares, rung, mask):
+    """The gain over the rung above, as it stands behind a bar; the first has none."""
+    names = list(WHAT_IS_NEW)
+    if rung not in names[1:]:
+        return ""
+    other = names[names.index(rung) - 1]
+    change = shares[rung, mask] / shares.get((other, mask), nan) - 1
+    said = verdict(change).replace("gains ", "+").replace("loses ", "−")
+    return "" if said == f"{nan}" else said.replace(NO_DIFFERENCE, "±0")
+
+
+def rungs(axes, rows):
+    axes.figure.set_size_inches(5.4, 6.6)
+    shares, muted = shares_of(rows), "#59636e"
+    strong, weak = {"alpha": 1.0}, {"alpha": 0.5}
+    for rung, at in PLACES.items():
+        name, what = APART.get(rung) or (rung, WHAT_IS_NEW[rung])
+        for text, up, look in (
+            (name, 1, {"fontsize": 11}),
+            (what, -1, {"fontsize": 10, "color": muted}),
+        ):
+            axes.annotate(
+                text, (0, at), (-6, 6.5 * up), textcoords="offset points", ha="right",
+                va="center", **look,
+            )  # fmt: skip
+        ink = lab.colour("Kernel Book" if rung == "Kernel Book" else "matmul")
+        for mask, y, look in zip(
+            MASKS_OF_BARS, (at - 0.2, at + 0.2), (strong, weak), strict=True
+        ):
+            if (rung, mask) not in shares:
+                axes.text(1, y, "absent", va="center", fontsize=10, color=muted)
+                continue
+            share = shares[rung, mask]
+            axes.barh(y, share, 0.38, color=ink, **look)
+            gained = over_the_rung_above(shares, rung, mask)
+            axes.text(share + 1, y, f"{share:.0f}", va="center", fontsize=10)
+            axes.text(share + 9, y, gained, va="center", fontsize=10, color=muted)
+    for mask, look in zip(MASKS_OF_BARS, (strong, weak), strict=True):
+        axes.barh(0, 0, color=lab.colour("matmul"), label=mask, **look)
+    axes.axvline(100, color=muted, linestyle="--", linewidth=1)
+    axes.set(xlim=(0, 102), yticks=[], xlabel="% of the speed of cuBLAS's matmul")
+    axes.grid(axis="x", visible=True)
+    axes.invert_yaxis()
+
+
+def rungs_in_words(rows):
+    shares = shares_of(rows)
+    found = [
+        f"{(APART.get(rung) or (rung,))[0]} in {mask} {shares[rung, mask]:.0f}"
+        for rung in PLACES
+        for mask in MASKS_OF_BARS
+        if (rung, mask) in shares
+    ]
+    return f"Pairs of bars, % of the speed of matmul: {', '.join(found)}."
+
+
+lab.draw(
+    steps,
+    "One sweep, rung by rung: head_dim 128, length 4,096, 64 heads",
+    rungs_in_words,
+    rungs,
 )
 
 # %%
@@ -1715,20 +1805,15 @@ in_triton, with_roles = (
     [gain(name, mask, "two sweeps") for mask in ("full", "causal")]
     for name in ("one sweep, plain Triton", "one sweep with roles")
 )
+assert SCATTER == 0.02  # as the text says
 lab.read(
-    (
-        "**One sweep catches up with two** on the first rung, while in plain Triton it reaches "
-        f"only {100 * steps.share('one sweep, plain Triton', mask='full'):.0f} % of a matmul's "
-        "speed in full attention. These two single sweeps differ in language, tiles and "
-        "operands, too. "
-        if max(in_triton) < -SCATTER < min(with_roles)
-        else f"One sweep with roles {told('one sweep with roles')} over two sweeps. "
-    )
-    + (
-        f"An adder by itself {NO_DIFFERENCE}: it has no turn to wait for yet."
-        if told("an adder").startswith(NO_DIFFERENCE)
-        else f"An adder by itself {told('an adder')}."
-    )
+    "**One sweep catches up with two** on the first rung, while one sweep in plain Triton, "
+    "without an order, reaches only "
+    f"{100 * steps.share('one sweep, plain Triton', mask='full'):.0f} % in full attention. "
+    "This is no measure of roles alone: the two single sweeps also differ in language, tiles "
+    "and operands. "
+    if max(in_triton) < -SCATTER < min(with_roles)
+    else f"One sweep with roles {told('one sweep with roles')} over two sweeps. "
 )
 
 # %%
@@ -1745,33 +1830,35 @@ in_order_of_size = {n: len(simulate(32, 64, 132, True, at_once=n)) for n in (4, 
 at_least = least(simulate(32, 64, 132, True, at_once=16))
 longer = in_order_of_size[4] / at_least - 1
 lab.read(
-    (
-        "**The simulation is right about the pattern, not the size.** For this run it foretells a "
-        f"causal sweep {100 * longer:.0f} % longer than without waits, but a real program goes on "
-        "computing while its adder waits. "
+    "**What the order costs.** On the rung “a fixed order” all tiles of a head run at once, as in "
+    "the middle panel of the simulation, because the 4 · 32 tiles of four heads fit on the 132 "
+    "SMs. Under a causal mask “heads apart” mixes 16 heads, as in the lowest panel; the rungs "
+    "without an order mix about as many. In full attention the order "
+    f"{verdict(gain('a fixed order', 'full', 'an adder'))}, although the adder waits for its turn "
+    f"{of_waits('adder waits, %', 1, 'full'):.0f} % of the time, because the consumers go on. "
+    f"Under a causal mask it {verdict(gain('a fixed order', 'causal', 'an adder'))}, and “heads "
+    f"apart” {verdict(gain('heads apart', 'causal', 'a fixed order'))}. "
+    + (
+        "The simulation, without an adder, foretold this pattern and a larger loss. "
         if as_simulated
         else ""
     )
-    + f"In full attention the order {verdict(gain('a fixed order', 'full', 'an adder'))}. Under a "
-    f"causal mask it {verdict(gain('a fixed order', 'causal', 'an adder'))}, and with heads apart "
-    f"it {verdict(gain('heads apart', 'causal', 'a fixed order'))}. "
     + (
         "**So here the same bits cost nothing in the end:** “heads apart” is as fast as “an "
         "adder”, which has no order."
         if min(cost) >= -SCATTER
-        else f"With heads apart the order still {verdict(min(cost))}. "
+        else f"With heads apart the order still {verdict(min(cost))}."
     )
 )
+
+# %%
+# **One rung is missing:** a fixed order in which the consumers themselves wait. We did not build
+# it, so the ladder says what the order costs with an adder, and not what the adder saves.
 
 # %%
 
 
 # Measuring
-def of_waits(column, heads, mask="causal"):
-    rows = [r for r in waited.rows if (r["mask"], r["heads"]) == (mask, f"× {heads}")]
-    return rows[0].get(column, nan) if rows else nan
-
-
 def of_heads(times, seqlen, than=1):
     """What so many times as many heads as fill the GPU gain over another number of them."""
     one, other = (
@@ -1853,8 +1940,19 @@ lab.together(
         "TFLOP/s of the package's kernel, causal, by how many times as many heads alternate",
     ),
     lab.read(
-        "**The simulation** of this run has its 64 heads, of which 4 alternate, and 132 SMs. A "
-        "simulated program does nothing while it waits."
+        "**The simulation** of this run has its 64 heads, of which 4 alternate, and 132 SMs. It "
+        "knows no adder: a simulated program does nothing while it waits. "
+        + (
+            "So it is right about the pattern and not about the size. It foretells a causal sweep "
+            f"{100 * longer:.0f} % longer than without waits, and the measured loss is "
+            f"{-100 * gain('a fixed order', 'causal', 'an adder'):.0f} %."
+            if as_simulated
+            else ""
+        )
+    ),
+    lab.read(
+        "**The package's kernel** takes any length, and the first program of a head stores its "
+        "part and does not add it, so the sums need no zeros. The two changes were not timed apart."
     ),
     lab.read(
         f"**More heads.** At 16,384, ×\u00a04 {of_heads(4, 16384)} against ×\u00a01, and ×\u00a08 "
@@ -1878,9 +1976,6 @@ lab.together(
 # %%
 # What keeps one sweep from 1.4
 # -----------------------------
-#
-# One sweep would be 1.4 times as fast as two if each of its matmuls took as long. So let us credit
-# two sweeps with the seven matmuls that they really compute.
 
 # Measuring
 MATMULS = {"two sweeps": 7, "Kernel Book": 5}
@@ -1895,25 +1990,27 @@ faster, when_causal = (
     1 + gain("Kernel Book", mask, "two sweeps") for mask in ("full", "causal")
 )
 dearer = of_its_own["two sweeps"] / of_its_own["Kernel Book"]
+two_causal, one_causal = (
+    100 * steps.share(name, mask="causal") for name in ("two sweeps", "Kernel Book")
+)
 lab.read(
-    "**In full attention of length 4,096, two sweeps run their seven matmuls at "
-    f"{of_its_own['two sweeps']:.0f} % of a matmul's speed, and one sweep its five at "
-    f"{of_its_own['Kernel Book']:.0f} %.** So each matmul takes {dearer:.2f} times as long in one "
-    f"sweep, and one sweep is 1.4 / {dearer:.2f} = {faster:.2f} times as fast. Under a causal "
-    f"mask it is {when_causal:.2f} times as fast. The suspect is the shared sum, because two "
-    "sweeps keep every gradient in registers."
+    "One sweep would be 1.4 times as fast as two if each of its matmuls took as long. **In full "
+    f"attention it is {faster:.2f} times as fast.** Two sweeps reach "
+    f"{100 * steps.share('two sweeps', mask='full'):.0f} % of a matmul's speed as five "
+    "matmuls, which is "
+    f"{of_its_own['two sweeps']:.0f} % as the seven that they compute; one sweep has "
+    f"{of_its_own['Kernel Book']:.0f} %, so each of its matmuls takes {dearer:.2f} times as long. "
+    f"Under a causal mask it is {when_causal:.2f} times as fast ({one_causal:.1f} against "
+    f"{two_causal:.1f} %). The suspect is the shared sum, because two sweeps keep every gradient "
+    "in registers; but the two also differ in language and roles, so we look into the sweep."
 )
 
 # %%
-# Let us count what a step needs at head_dim 128:
-#
-# - **Matmul units.** Five matmuls are :math:`5 \cdot 2 \cdot 64 \cdot 128 \cdot 128` operations, of
-#   which an SM does 4,096 per cycle: 2,560 cycles.
-# - **Shared memory** delivers or takes 128 bytes per cycle. The matmuls of each consumer read eight
-#   operands of 64 × 128 numbers from it: two each for S, dP and the part, and one each for dV and
-#   dK. The table adds what else a step moves.
+# **What a step has to do.** Five matmuls are :math:`5 \cdot 2 \cdot 64 \cdot 128 \cdot 128`
+# operations, for which the matmul units of an SM, at 4,096 per cycle, need 2,560 cycles. Shared
+# memory moves 128 bytes per cycle.
 
-# Whole: nothing but matmuls and stores, and how it was measured
+# Measuring
 STORED = gl.constexpr(2048)  # numbers of 4 bytes that a consumer stores at once: 8 KiB
 
 
@@ -2153,7 +2250,7 @@ moved_kib["without the sum"] = sum(moved_kib.values())
 moved_kib["the part of dQ, written and read"] = BESIDE[1]
 moved_kib["in all"] = moved_kib["without the sum"] + BESIDE[1]
 assert moved_kib["in all"] * KIB / 128 == counted(whole_step)[1]
-lab.table(
+moved_table = lab.table(
     [
         {"what": what, "KiB": f"{kib:.0f}", "cycles": f"{kib * KIB / 128:,.0f}"}
         for what, kib in moved_kib.items()
@@ -2167,15 +2264,23 @@ lab.table(
 ideal, bound = counted(whole_step)  # cycles of the matmul units, and of shared memory
 without_sum = moved_kib["without the sum"] * KIB / 128
 assert without_sum < ideal < bound
+needed = cycles(whole_step)
 lab.read(
-    "**The sum makes shared memory slower than the matmul units.** With it, a step "
-    f"takes at least {bound:,.0f} cycles and not {ideal:,.0f}."
+    "**The part of dQ, written and read, lifts the cycles of shared memory** from "
+    f"{without_sum:,.0f} to {bound:,.0f} a step, above those of the matmuls. A kernel of nothing "
+    f"but the five matmuls and as many stores takes {needed:,.0f} cycles for each step."
 )
 
 # %%
 
 # Drawing
-mean_step = of_waits("cycles of a program", 1, "full") / (4096 // QUERIES)
+in_order = next((row for row in of_all.rows if row["rung"] == "a fixed order"), None)
+any_order = next((row for row in of_all.rows if row["rung"] == "an adder"), None)
+mean_step = (
+    in_order["a step"]
+    if in_order
+    else of_waits("cycles of a program", 1, "full") / (4096 // QUERIES)
+)
 BARS = {  # cycles of a step, and how they are drawn
     "matmul units, counted": (counted("all five")[0], "counted"),
     "five matmuls alone": (cycles("all five"), "tried"),
@@ -2209,39 +2314,34 @@ def bars_of_a_step(axes, _):
 
 # %%
 
-# Reading
-needed = cycles(whole_step)
+# Folded: The count of shared memory, row by row, and its test
 off = 100 * max(needed / bound - 1, cycles("all five") / ideal - 1)
-lab.read(
-    f"**The count is right** to {off:.0f} %. A kernel of nothing but the five matmuls takes "
-    f"{cycles('all five'):,.0f} cycles for each step, and {needed:,.0f} if it also stores as many "
-    "bytes as a step moves besides its operands. In the sweep itself, on the rung “a fixed order”, "
-    f"a step takes {mean_step:,.0f} cycles, in which the matmul units reach "
-    f"{100 * ideal / mean_step:.0f} % of their peak. Where do the other cycles go?"
-)
-
-# %%
-
-# Folded: All experiments with matmuls and additions
 lab.draw(
     by_part,
     "Cycles of a step at head_dim 128, full",
     bars_in_words,
     bars_of_a_step,
 )
-by_part
+lab.together(
+    lab.read(
+        "**The count.** The matmuls of each consumer read eight operands of 64 × 128 numbers from "
+        "shared memory: two each for S, dP and the part, and one each for dV and dK."
+    ),
+    moved_table,
+    lab.read(
+        f"**The test.** The count is right to {off:.0f} %: a kernel of nothing but the five "
+        f"matmuls takes {cycles('all five'):,.0f} cycles for each step, and {needed:,.0f} if it "
+        "also stores as many bytes as a step moves besides its operands."
+    ),
+    by_part,
+)
 
 # %%
-# Who waits for whom
-# ------------------
-#
-# Consumers and adder write down the cycle counter of their SM (a *stamp*) as they go. The figure
-# shows two steps of one program on the rung “a fixed order”. A box holds a wait and the work beside
-# it: “1–3” ends when S is there, “4” makes P, waits for dP and makes dS, “5” is the exchange, “6”
-# ends when the part is computed, and “7” waits for the buffer and stores the part. The gap behind
-# 7 is wait 8. The first row is counted: after wait 3 of both consumers only dP is under
-# way, and after wait 6 only dK, each for 512 cycles. Then the matmul units have nothing to do until
-# a consumer issues the next matmul.
+# **Where the other cycles go.** On the rung “a fixed order”, consumers and adder note the cycle
+# counter of their SM (a *stamp*). A box holds the waits of its number and the work beside them. The
+# first row is counted, not stamped: after wait 3 of both consumers only dP is under way, and after
+# wait 6 only dK, each for 512 cycles. Then the matmul units pause until a consumer issues the next
+# matmul.
 
 
 # Drawing
@@ -2298,23 +2398,27 @@ def timelines(axes, rows):
     since, until = drawn_from(rows)
     edge, ink = "#59636e", lab.colour("PyTorch")
     at_work = {"color": lab.colour("matmul"), "alpha": 0.35}
-    axes.barh(0, until - since, 0.7, label="may have work", **at_work)
-    axes.barh(0, 0, color=ink, label="have no work, by count")
+    axes.barh(0, until - since, 0.7, label="matmuls may run", **at_work)
+    axes.barh(0, 0, color=ink, label="pause (counted)")
     for begin, end in sum(pauses(rows)[1:3], []):
         axes.barh(0, end - begin, 0.7, begin - since, color=ink)
+        middle = min((begin + end) / 2 - since, until - since - 150)
+        text = {"ha": "center", "va": "center", "fontsize": 10, "color": ink}
+        axes.text(middle, -0.55, f"{end - begin:,.0f}", **text)
     for at, role in enumerate(ROLES, 1):
         for row in rows_of(rows, role):
             for a, b, text, fill in PIECES[ROLE_OF[role]]:
                 begin, end = max(row[a], since) - since, min(row[b], until) - since
-                if end > begin:
+                if end - begin > 100:  # what only begins at the edge is left out
                     look = {"color": fill, "edgecolor": edge, "linewidth": 0.8}
                     axes.barh(at, end - begin, 0.7, begin, **look)
                 if end - begin > 200:
                     middle = {"ha": "center", "va": "center", "fontsize": 10}
                     axes.text((begin + end) / 2, at, text, **middle)
-    axes.set(xlim=(0, until - since), xlabel="cycles of the SM")
+    axes.set(xlim=(0, until - since), ylim=(len(ROLES) + 0.5, -0.85))
+    axes.set_xlabel("cycles of the SM")
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     axes.set_yticks(range(len(ROLES) + 1), ["matmul units", *ROLES])
-    axes.invert_yaxis()
     axes.grid(axis="x", visible=True)
 
 
@@ -2330,9 +2434,9 @@ def spent(rows, a, b, role="consumer 0", version=TRACED[1]):
     return sum(r[b] - r[a] for r in own) / len(own) if own else nan
 
 
-def paused(rows):
-    """How long the matmul units have no work, in a step of those drawn: at dS, and at the part."""
-    found = pauses(rows)[1:3]
+def paused(rows, of=slice(1, 3)):
+    """How long the matmul units pause, in the steps drawn or others: at dS, and at the part."""
+    found = pauses(rows)[of]
     return [
         sum(of_step[which][1] - of_step[which][0] for of_step in found) / len(found)
         if found
@@ -2375,15 +2479,60 @@ lab.draw(traced, "Two steps of one program, in a fixed order", in_words, timelin
 
 # %%
 
+# Measuring
+all_paused = paused(traced.rows, slice(None))
+n_paused = len(pauses(traced.rows)) if traced.rows else 0
+BUDGET = {  # cycles of a step, and of its two pauses
+    "the two drawn": ((until - since) / 2, at_ds, at_part),
+    f"{n_paused} traced": (a_step, *all_paused),
+}
+if in_order:
+    BUDGET["of all tiles"] = tuple(
+        in_order[name] for name in ("a step", "pause at dS", "pause at the part")
+    )
+
+
+def budget_rows():
+    rows = {
+        "five matmuls, counted": [ideal for _ in BUDGET],
+        "pause until dS is made (4)": [at_ds for _, at_ds, _ in BUDGET.values()],
+        "pause until the next S (7, 8)": [at_part for *_, at_part in BUDGET.values()],
+        "what is left": [
+            whole - ideal - at_ds - at_part for whole, at_ds, at_part in BUDGET.values()
+        ],
+        "a step": [whole for whole, *_ in BUDGET.values()],
+    }
+    return [
+        {"cycles, mean of the steps": what}
+        | {name: f"{x:,.0f}" for name, x in zip(BUDGET, found, strict=True)}
+        for what, found in rows.items()
+    ]
+
+
+lab.table(budget_rows() if traced.rows else [], "Where the cycles of a step go")
+
+# %%
+
 # Reading
-lags = [abs(one["dS"] - other["dS"]) for one, other in in_step(traced.rows)]
-lag = sum(lags) / len(lags) if lags else nan
+left = [whole - ideal - one - other for whole, one, other in BUDGET.values()]
 lab.read(
-    f"**Twice in each step the matmul units run out of work:** for {at_ds:,.0f} cycles while both "
-    f"consumers make dS (4), and for {at_part:,.0f} while both hand the part over (7). Both make "
-    f"dS at the same time, within {lag:.0f} cycles, because they meet in every step to exchange it "
-    f"(5). These steps are examples: those of this program take {a_step:,.0f} cycles on "
-    f"average, and those of all tiles {mean_step:,.0f}."
+    "**Twice in each step the matmul units pause:** until dS is made, and, for longer, until the "
+    f"part is handed over. The mean step of all tiles takes {mean_step:,.0f} cycles, about as "
+    "many as the two drawn; longer steps of this program have "
+    + (
+        "a longer second pause. "
+        if all_paused[1] - at_part > 2 * abs(all_paused[0] - at_ds)
+        else "longer pauses. "
+    )
+    + (
+        f"Without an order a step takes {any_order['a step']:,} cycles over all tiles, with pauses "
+        f"of {any_order['pause at dS']:,} and {any_order['pause at the part']:,}. "
+        if any_order
+        else ""
+    )
+    + f"What is left, {left[-1 if in_order else 0]:,.0f} cycles, is matmuls that take longer than "
+    f"counted. With matmuls and stores alone these were {needed - ideal:,.0f}, so the load on "
+    "shared memory may account for them."
 )
 
 # %%
@@ -2391,38 +2540,37 @@ lab.read(
 # Reading
 handed_over = of_waits("consumer hands over, %", 1, "full") / 100 * mean_step
 to_store = BESIDE[1] / 2 * KIB / 128
+turn_drawn, adds_drawn = (
+    sum(row[b] - row[a] for row in rows_of(traced.rows, "adder")[:2]) / 2
+    if traced.rows
+    else nan
+    for a, b in (("asks", "its turn"), ("its turn", "added"))
+)
 asked = zip(in_step(traced.rows), rows_of(traced.rows, "adder"), strict=True)
 ready = [max(one["handed over"] for one in both) <= row["asks"] for both, row in asked]
 no_order = verdict(gain("a fixed order", "full", "an adder")) == NO_DIFFERENCE
 lab.read(
-    "**At wait 7 the consumers wait for the adder.** Storing a part keeps shared memory busy for "
-    f"{to_store:.0f} cycles, but handing it over takes {handed_over:,.0f} on average over all "
-    "tiles, because the buffer still holds the part before. "
+    "**At wait 7 the consumers wait for the adder:** storing a part keeps shared memory busy for "
+    f"{to_store:.0f} cycles, but handing it over takes {handed_over:,.0f} on average. "
     + (
-        "The adder has no time to spare: every part of the figure was ready before the adder even "
-        "asked for its turn. So a second buffer should not help. "
+        f"The adder either waits for its turn ({turn_drawn:,.0f} cycles a step here) or adds "
+        f"({adds_drawn:,.0f}), and each part of the figure was ready before it asked. "
         if all(ready)
         else ""
     )
-    + "The addition itself is slow: in a test where all SMs do nothing but add, one part takes "
-    f"{cycles('all SMs add parts'):,.0f} cycles. "
     + (
-        "An adder without an order, which waits for no turn, is still no faster on the ladder; "
-        "why, we did not trace."
+        "The turn is not what holds the sweep back, because without an order the ladder shows the "
+        "same speed. "
         if no_order
         else ""
     )
+    + "But adding is slow by itself: one SM that does nothing else needs "
+    f"{cycles('one SM adds a part'):,.0f} cycles for a part. A second buffer was not tried."
 )
 
 # %%
-
-# Reading
-lab.read(
-    "**So one sweep pays for its shared sum twice:** the consumers meet to compute the part, and "
-    f"wait to have it added. The two pauses are {at_ds + at_part:,.0f} of the "
-    f"{(until - since) / 2 - ideal:,.0f} cycles that a step of the figure takes beyond its "
-    "matmuls."
-)
+# **One sweep seems to pay for its shared sum twice:** the part of dQ loads shared memory, and
+# handing it over leaves the matmul units without work. Two sweeps were not traced.
 
 # %%
 
@@ -2431,6 +2579,8 @@ steps_drawn = [
     after["begins"] - row["begins"]
     for row, after in zip(rows_of(traced.rows), rows_of(traced.rows)[1:], strict=False)
 ]
+lags = [abs(one["dS"] - other["dS"]) for one, other in in_step(traced.rows)]
+lag = sum(lags) / len(lags) if lags else nan
 lab.together(
     lab.table(
         [
@@ -2448,24 +2598,26 @@ lab.together(
         "The program drawn, as a mean of all its steps traced, and the mean over programs from "
         "all tiles",
     ),
+    of_all,
     lab.read(
         "In the figure “adds” begins with two barriers at which the part is ready; to check them, "
         f"and to stamp, takes {spent(traced.rows, 'its turn', 'has parts', 'adder'):,.0f} cycles. "
         f"An addition takes {spent(traced.rows, 'has parts', 'added', 'adder'):,.0f} cycles there, "
-        f"between the {cycles('one SM adds a part'):,.0f} of one SM alone and the "
-        f"{cycles('all SMs add parts'):,.0f} of all SMs without a pause. Stores and copies can "
-        "delay a matmul, and then a pause is shorter than counted. Of the "
-        f"{len(steps_drawn)} steps behind the mean of this program, one takes "
+        "as a mean of all steps traced, and "
+        f"{cycles('all SMs add parts'):,.0f} in the test in which all SMs add without a pause. "
+        f"Both consumers make dS at about the same time, within {lag:.0f} cycles, as they would, "
+        "since they meet in every step to exchange it; a sweep without the meeting was not run. "
+        "Stores and copies can delay a matmul, and then a pause is shorter than counted. Of the "
+        f"{len(steps_drawn)} steps of this program one takes "
         f"{max(steps_drawn, default=nan):,.0f} cycles. What the stamps cost was not measured. "
         "Nor does one program rank rungs: a step of "
-        f"“{TRACED[0]}”, which is the slower rung, takes {step_alone:,.0f}. A fixed order without "
-        "an adder, in which consumers wait for their turn themselves, was not timed."
+        f"“{TRACED[0]}”, which is the slower rung, takes {step_alone:,.0f}."
     ),
     lab.read(
-        "**Two peaks.** On the ladder “a fixed order” has "
-        f"{100 * steps.share('a fixed order', mask='full'):.0f} % and not "
-        f"{100 * ideal / mean_step:.0f} %, because there 100 % is the matmul of cuBLAS, which "
-        "itself stays below the peak of the matmul units."
+        f"**Two peaks.** A step of {mean_step:,.0f} cycles uses the matmul units at "
+        f"{100 * ideal / mean_step:.0f} % of their peak. On the ladder “a fixed order” has "
+        f"{100 * steps.share('a fixed order', mask='full'):.0f} %, because there 100 % is the "
+        "matmul of cuBLAS, which itself stays below that peak."
     ),
 )
 
@@ -2473,8 +2625,8 @@ lab.together(
 # Against the libraries
 # ---------------------
 #
-# We compare with cuDNN, through PyTorch's SDPA, and with FlashAttention 4, which adds without an
-# order, except in its deterministic mode.
+# We compare with cuDNN, through PyTorch's SDPA, and with FlashAttention 4, which adds in a fixed
+# order only in its deterministic mode.
 
 # Measuring
 PEERS = ("SDPA cuDNN", "FlashAttention")
@@ -2596,8 +2748,15 @@ for what, (ours, theirs) in PAIRS.items():
 
 def named(rows):
     """The points of some rows, in words."""
-    found = [f"{r['head_dim']}, {r['mask']}, {r['length']:,}" for r in rows]
-    return f"head_dim {' and '.join(found)}" if 0 < len(found) < 4 else ""
+    lengths = {}
+    for row in rows:
+        lengths.setdefault((row["head_dim"], row["mask"]), []).append(row["length"])
+    found = [
+        f"head_dim {head_dim}, {'causal' if mask == 'causal' else 'full'}, length "
+        + " and ".join(f"{n:,}" for n in of_these)
+        for (head_dim, mask), of_these in lengths.items()
+    ]
+    return "; ".join(found) if 0 < len(rows) < 4 else ""
 
 
 def at_most(rows, one, other):
@@ -2641,15 +2800,35 @@ by_mode = {
     FIXED_MODE: "its deterministic mode",
     FIXED: "its deterministic mode",
 }
+where_two = {
+    mask: [
+        f"{row['length']:,}"
+        for row in at_points
+        if (row["head_dim"], row["mask"]) == (64, mask)
+        and chosen(64, mask, row["length"], deterministic=True) == "two sweeps"
+    ]
+    for mask in ("full", "causal")
+}
+only_short = len(of_two_sweeps) == len(where_two["causal"])
 lab.read(
-    "“Kernel Book” is the package's default: one sweep in order, except at head_dim "
-    f"{' and '.join(of_two_sweeps)}, where it is two. The dashed line, 100 %, "
-    "is the fastest library of each row: "
+    "“Kernel Book” is the package's default, which is one sweep in order"
+    + (
+        ", except under a causal mask at head_dim 64 and "
+        f"{'lengths' if len(where_two['causal']) > 1 else 'length'} "
+        f"{' and '.join(where_two['causal'])}, where it is two"
+        if of_two_sweeps and only_short
+        else f", except at {'; '.join(of_two_sweeps)}, where it is two sweeps"
+        if of_two_sweeps
+        else ""
+    )
+    + ". The dashed line, 100 %, is the fastest library of each row: "
     + ", ".join(
         f"{by_mode.get(name, name)} in {fastest_is.count(name)}"
         for name in sorted(set(fastest_is), key=fastest_is.count, reverse=True)
     )
-    + f" of {len(at_points)} rows."
+    + f" of {len(at_points)} rows"
+    + ("" if "SDPA cuDNN" in fastest_is else "; cuDNN is never the fastest")
+    + "."
     if speed.rows
     else f"{nan}"
 )
@@ -2658,10 +2837,16 @@ lab.read(
 
 
 # Drawing
-SEEN = {  # how each is drawn
-    "two sweeps": {"marker": "v", "s": 34},
-    FIXED: {"marker": "D", "s": 34},
+SEEN = {  # how each is drawn, the smaller above the larger
     "Kernel Book": {"marker": "o", "s": 64, "zorder": 3},
+    FIXED: {"marker": "D", "s": 34, "zorder": 3},
+    "two sweeps": {
+        "marker": "v",
+        "s": 46,
+        "zorder": 4,
+        "edgecolors": "#ffffff",
+        "lw": 0.6,
+    },
 }
 
 
@@ -2669,11 +2854,11 @@ def of_the_fastest(rows):
     """The share of the fastest library that each has, by point."""
     found = {}
     for row in rows:
-        at = f"{row['head_dim']}, {row['mask']}, {row['seqlen']:,}"
+        at = row["head_dim"], row["mask"], row["seqlen"]
         found.setdefault(at, {})[row["provider"]] = row["rate"]
     kept = {}
     for point in points(LENGTHS, (128, 64)):
-        at = f"{point['head_dim']}, {point['mask']}, {point['seqlen']:,}"
+        at = point["head_dim"], point["mask"], point["seqlen"]
         rates = found.get(at, {})
         best = max((rates.get(name, 0) for name in (*PEERS, FIXED)), default=0)
         if best:
@@ -2683,29 +2868,47 @@ def of_the_fastest(rows):
 
 def against_in_words(rows):
     told_at = [
-        f"{at}: " + ", ".join(f"{name} {share:.0f}" for name, share in has.items())
-        for at, has in of_the_fastest(rows).items()
+        f"head_dim {head_dim}, {mask}, {seqlen:,}: "
+        + ", ".join(f"{name} {share:.0f}" for name, share in has.items())
+        for (head_dim, mask, seqlen), has in of_the_fastest(rows).items()
     ]
     return "Marks in rows, % of the fastest library. " + "; ".join(told_at) + "."
 
 
 def against_the_fastest(axes, rows):
-    drawn_at = of_the_fastest(rows)
+    axes.figure.set_size_inches(5.4, 5.0)
+    heads, muted = {}, "#59636e"
+    ys, labels = [], []
+    for at, has in of_the_fastest(rows).items():
+        if at[:2] not in heads:  # a line of its own names the group
+            heads[at[:2]] = (ys[-1] + 2 if ys else 0) - (0 if ys else 1)
+            ys.append(heads[at[:2]] + 1)
+        else:
+            ys.append(ys[-1] + 1)
+        labels.append(f"{at[2]:,}")
+        for name, look in SEEN.items():
+            if name in has:
+                axes.scatter(has[name], ys[-1], color=lab.colour(name), **look)
+    for (head_dim, mask), y in heads.items():
+        axes.annotate(
+            f"head_dim {head_dim}, {mask}", (0, y), (-4, 0), xycoords=("axes fraction", "data"),
+            textcoords="offset points", ha="right", va="center", fontsize=10.5, color=muted,
+        )  # fmt: skip
     for name, look in SEEN.items():
-        own = [(has[name], y) for y, has in enumerate(drawn_at.values()) if name in has]
-        xs, ys = zip(*own, strict=True) if own else ((), ())
-        axes.scatter(xs, ys, color=lab.colour(name), label=name, **look)
-    axes.axvline(100, color="#59636e", linestyle="--", linewidth=1)
-    axes.set_yticks(range(len(drawn_at)), drawn_at)
-    axes.set(xlabel="% of the speed of the fastest library")
-    axes.set_xlim(min(60, axes.get_xlim()[0]), 102)
+        axes.scatter([], [], color=lab.colour(name), label=name, **look)
+    axes.axvline(100, color=muted, linestyle="--", linewidth=1)
+    axes.set_yticks(ys, labels)
+    least_shown = min(60, axes.get_xlim()[0])
+    axes.set(xlim=(least_shown, 102), ylim=(max(ys, default=1) + 0.7, -1.6))
+    axes.set_xlabel(
+        f"% of the speed of the fastest library; begins at {least_shown:.0f}"
+    )
     axes.grid(axis="both", visible=True)
-    axes.invert_yaxis()
 
 
 lab.draw(
     speed,
-    "Backward of 16,384 tokens: head_dim, mask, length",
+    "Backward of 16,384 tokens, by length",
     against_in_words,
     against_the_fastest,
 )
@@ -2713,9 +2916,13 @@ lab.draw(
 # %%
 
 # Reading
+level = len(at_points) - len(over_theirs) - len(below_theirs)
 lab.read(
     f"**A library is faster at {everywhere} {len(at_points)} points:** Kernel Book has "
-    f"{shares_at(128)} of its speed at head_dim 128, and {shares_at(64)} at head_dim 64."
+    f"{shares_at(128)} of its speed at head_dim 128, and {shares_at(64)} at head_dim 64. Against "
+    f"FlashAttention's deterministic mode it is ahead at {len(over_theirs)} points"
+    + (f" ({named(over_theirs)})" if named(over_theirs) else "")
+    + f", level within {100 * SCATTER:.0f} % at {level}, and behind at {len(below_theirs)}."
     if speed.rows
     else f"{nan}"
 )
@@ -2724,9 +2931,12 @@ lab.read(
 
 # Reading
 lab.read(
-    "**Giving up the order seldom pays in this package.** It makes the sweep faster at "
-    f"{verdicts[1]['faster']} of {len(at_points)} points and slower at {verdicts[1]['slower']}; "
-    "the fold below has two possible reasons."
+    f"**One sweep in order beats two sweeps** at {verdicts[0]['faster']} of {len(at_points)} "
+    f"points, is level at {verdicts[0]['no difference']}, and loses at {verdicts[0]['slower']}"
+    + (f" ({named(slower)})" if named(slower) else "")
+    + f". Giving up the order makes the sweep faster at {verdicts[1]['faster']} and slower at "
+    f"{verdicts[1]['slower']} of them, perhaps because its sums have to be set to zero first, or "
+    "because other numbers of heads alternate; neither was timed by itself."
     if speed.rows
     else f"{nan}"
 )
@@ -2796,23 +3006,17 @@ lab.together(
         "TFLOP/s of our ways, of FlashAttention's deterministic mode, and of the fastest library",
     ),
     lab.read(
-        f"**Against two sweeps,** one sweep in order is slower at {points_of(slower)}."
-        if speed.rows
-        else f"{nan}"
-    ),
-    lab.read(
         "**Without an order.** `deterministic=False` gives the order up only at "
         f"{len(dropped)} points, where it gains at {len(won_by_it)} and loses at "
         f"{len(lost_by_it)}. The order costs most at {named([dearest])}. Elsewhere the kernel "
-        f"without an order is slower by up to {-100 * min(without):.0f} %. One reason is probably "
-        "that only a fixed order knows which part comes first, and writes it; without an order the "
-        "sums have to be set to zero before. The two also alternate different numbers of heads, "
-        "and neither reason was timed by itself."
+        f"without an order is slower by up to {-100 * min(without):.0f} %. Only a fixed order "
+        "knows which part comes first and can store it; without an order the sums have to be set "
+        "to zero before."
         if speed.rows
         else f"{nan}"
     ),
     lab.read(
-        "**At which points** (head_dim, mask, length). FlashAttention's deterministic mode is "
+        "**At which points.** FlashAttention's deterministic mode is "
         f"faster than the default at {points_of(below_theirs)}"
         f"{at_most(below_theirs, 'by default', FIXED_MODE)}, and slower at "
         f"{points_of(over_theirs)}. **Why less than {100 * SCATTER:.0f} % is no "
@@ -2846,53 +3050,66 @@ lab.together(
 # What breaks it
 # --------------
 #
-# **Starting from the wrong end.** If program ids descend with the keys, and a head has more tiles
-# of keys than there are SMs, the programs that run wait for one that cannot start:
-
-machine_and_heads = {"n_tiles": 8, "n_heads": 3, "n_sms": 4, "is_causal": False}
-assert simulate(**machine_and_heads)  # ids ascend with the keys: the launch ends
-assert not simulate(**machine_and_heads, backwards=True)  # ids descend: it stands still
-
-# %%
+# **Ids that descend** let a launch stand still: see “Why nobody waits for ever”.
+#
 # **Trusting that zeros stay zeros.** Beyond the last key, the copy engine fills a tile with zeros.
 # So a key that is not there has the score 0 and the weight :math:`e^{0 - \mathrm{lse}}`, which is
-# multiplied by zeros. But if lse is below about −88.7, the weight overflows to infinity in float32,
-# and infinity times zero is not a number:
+# multiplied by zeros. But if lse is below about −88.7, this weight is infinite in float32, and
+# infinity times zero is not a number. So the kernel masks it.
 
-lse = torch.tensor([-5.0, -50.0, -100.0])  # of three queries
-weight = (0.0 - lse).exp()  # of a key that is not there
-not_masked = weight * 0.0  # dS, infinite like the weight, times the key's zeros
-masked = torch.where(torch.tensor(False), weight, 0.0) * 0.0  # as the kernel has it
+
+# Measuring
+def added_unmasked(lse):
+    weight = (0.0 - lse).exp()  # of a key that is not there
+    return weight * 0.0  # dS, infinite like the weight, times the key's zeros
+
+
+def added_masked(lse):
+    weight = (0.0 - lse).exp()
+    return torch.where(torch.tensor(False), weight, 0.0) * 0.0  # as the kernel has it
+
+
+rows, of_queries = [], torch.tensor([-5.0, -50.0, -100.0])
+for name, added in (
+    ("wrong: not masked", added_unmasked),
+    ("right: masked", added_masked),
+):
+    row = {"keys that are not there": name}
+    rows.append(
+        row
+        | {
+            f"lse −{-x:.0f}": f"adds {y:.0f}"
+            for x, y in zip(of_queries, added(of_queries), strict=True)
+        }
+    )
+assert [row["lse −100"] for row in rows] == ["adds nan", "adds 0"]
 
 # %%
 
-# Measuring
-rows = []
-for name, part in {"wrong: not masked": not_masked, "right: masked": masked}.items():
-    row = {"keys that are not there": name}
-    rows.append(
-        row | {f"lse {x:.0f}": f"adds {y:.0f}" for x, y in zip(lse, part, strict=True)}
-    )
-assert [row["lse -100"] for row in rows] == ["adds nan", "adds 0"]
-lab.table(rows, "What a key that is not there adds to dq")
+# Folded: Masked and not, with the numbers of both
+lab.together(
+    lab.listing({"Wrong": added_unmasked, "Right": added_masked}),
+    lab.table(rows, "What a key that is not there adds to dq"),
+)
 
 # %%
 # In short
 # --------
 #
-# - **The same bits** come from taking turns: a program adds to the shared sum when the counter of
-#   the one before says so. All waits end, if programs start in the order of their ids.
-# - **The order is nearly free** where a warp of its own waits, and neighbouring programs belong to
-#   different heads.
+# **The same bits** come from taking turns, and all waits end if programs start in the order of
+# their ids.
+#
+# **The order is nearly free** in this kernel, in which a warp of its own waits, if under a causal
+# mask neighbouring programs belong to different heads.
 
 # %%
 
 # Reading
 lab.read(
     f"**One sweep is faster than two at {verdicts[0]['faster']} of {len(at_points)} points,** but "
-    "by less than 7/5. Its shared sum needs more of shared memory, an addition, and a meeting of "
-    "the consumers in every step; these explain part of the gap, and not all of it. The fastest "
-    f"library is ahead at {everywhere} {len(at_points)} points."
+    "by less than 7/5. In every step its shared sum loads shared memory and has to be handed over, "
+    "which explains part of the gap. The fastest library is ahead at "
+    f"{everywhere} {len(at_points)} points."
     if speed.rows
     else f"{nan}"
 )

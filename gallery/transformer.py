@@ -66,17 +66,14 @@ lab.start(
     "kernelbook.ops.softmax",
     measures=runtime.INTERPRETED or torch.cuda.mem_get_info()[1] > 130 * 2**30,
 )
-
 # %%
 # The step we follow
 # ------------------
 #
-# We follow one training step of one model. Where does its time go, and where its memory? The
-# answers point at attention, and at the casts around layer norm. We replace both, and dropout too,
-# because the book has a kernel for it.
-#
-# The bars at the top time one layer on the GPU alone. In a whole step the :term:`host` also has to
-# launch every kernel. Does the order of the bars survive that?
+# The bars at the top time one layer of a model on the GPU alone: with attention as its formula
+# says, with SDPA, which is PyTorch's fused attention, and with the book's operators. In a whole
+# training step the :term:`host` also has to launch every kernel. Does the order of the bars survive
+# that?
 #
 # The model is a decoder: it reads tokens and predicts, at each position, the token that follows.
 # Each token becomes a vector of ``d_model`` numbers, called the *residual stream*, and each layer
@@ -96,8 +93,7 @@ lab.source(standard_attention)
 
 # %%
 # A layer adds its two branches to the stream ``x``; ``p`` is the share of numbers that dropout sets
-# to zero. The model takes attention, dropout and the function inside ``norm_1`` and ``norm_2`` as
-# arguments, so replacing an operator means passing another function.
+# to zero.
 
 lab.source(decoder.Block.forward)
 
@@ -107,10 +103,7 @@ lab.source(decoder.Block.forward)
 #
 # **A layer is four linear layers, whose matmuls we leave to cuBLAS, and between them operators that
 # we can replace.** Of the five sizes that CS336 trains we follow *large*: 36 layers, a ``d_model``
-# of 1,280, and a batch of 4 sequences.
-
-# Folded: A layer and the model, whole
-lab.listing({"A layer": decoder.Block, "The model around the layers": decoder.Decoder})
+# of 1,280 in 20 heads of 64 numbers, a feed-forward width of 5,120, and a batch of 4 sequences.
 
 # %%
 
@@ -136,37 +129,43 @@ def parameters(size, context=CONTEXT):
 
 # %%
 
-# Folded: How large are the five sizes?
-lab.table(
-    [
-        {
-            "size": name,
-            "d_model": size.d_model,
-            "layers": size.layers,
-            "parameters, M": round(parameters(size) / 1e6),
-            "state, GiB": round(16 * parameters(size) / 2**30, 1),
-            "TFLOP": round(step_flops(size, BATCH, CONTEXT) / 1e12, 1),
-        }
-        for name, size in SIZES.items()
-    ],
-    "The five sizes, all with a vocabulary of 10,000 tokens and a d_ff of four times d_model. The "
-    "state is what exists before any activation: 16 bytes per parameter, for itself, its gradient "
-    "and the two averages of AdamW. A step does two FLOPs per parameter and token in each of the "
-    "three matmuls of a linear layer (output, gradient of the input, gradient of the weight), and "
-    f"those of causal attention; here at a context of {CONTEXT:,}",
+# Folded: How large are the five sizes, and how does the model look whole?
+lab.together(
+    lab.table(
+        [
+            {
+                "size": name,
+                "d_model": size.d_model,
+                "layers": size.layers,
+                "parameters, M": round(parameters(size) / 1e6),
+                "state, GiB": round(16 * parameters(size) / 2**30, 1),
+                "TFLOP": round(step_flops(size, BATCH, CONTEXT) / 1e12, 1),
+            }
+            for name, size in SIZES.items()
+        ],
+        "The five sizes, all with a vocabulary of 10,000 tokens and a d_ff of four times d_model. "
+        "The state is what exists before any activation: 16 bytes per parameter, for itself, its "
+        "gradient and the two averages of AdamW. A step does two FLOPs per parameter and token in "
+        "each of the three matmuls of a linear layer (output, gradient of the input, gradient of "
+        f"the weight), and those of causal attention; here at a context of {CONTEXT:,}",
+    ),
+    lab.listing(
+        {"A layer": decoder.Block, "The model around the layers": decoder.Decoder}
+    ),
 )
 
 # %%
 # Where the time goes
 # -------------------
 #
-# A step has three passes: forward computes the loss, backward the gradients, and the optimiser,
-# ``training.step()``, updates the parameters. ``training`` holds a model, its optimiser and a
-# batch. The host only queues kernels and runs ahead, so a clock around a pass must wait for the GPU
-# before it is read:
+# A step has three passes: forward computes the loss, backward the gradients, and the optimiser
+# updates the parameters. ``training`` holds a model, its optimiser and a batch; its method
+# ``step()`` is the optimiser alone, and ``whole()`` is a step of all three passes. The host only
+# queues kernels and runs ahead, so wait for the GPU before each reading of the clock:
 #
 # .. code-block:: python
 #
+#    torch.cuda.synchronize()
 #    begin = time.perf_counter()
 #    training.forward()
 #    torch.cuda.synchronize()
@@ -228,35 +227,9 @@ def ten_after(warmup, name):
     return (statistics.fmean(times), statistics.stdev(times)) if times else (nan, nan)
 
 
-# %%
+def shown(value, digits=1):
+    return "—" if value is None or value != value else f"{value:.{digits}f}"
 
-# Folded: How many steps of warm-up does a measurement need?
-cold = number(first, "forward", 1)
-after_one, again = (ten_after(warmup, "forward") for warmup in (1, 5))
-lab.table(
-    [
-        {"warm-up steps": warmup}
-        | {
-            f"{name}, ms": "{:.1f} ± {:.1f}".format(*ten_after(warmup, part))
-            for part, name in PASS_NAMES.items()
-        }
-        for warmup in (0, 1, 2, 5)
-    ]
-    if first.rows
-    else [],
-    "Mean and standard deviation of ten steps after some steps of warm-up, for medium at a context "
-    "of 256. Only a process that has not trained before can tell, so we start one. Its first "
-    f"forward pass takes {cold:,.0f} ms, because it loads each kernel when it is first called, "
-    "sets up cuBLAS, and asks the driver for all of its memory. "
-    + (
-        "After one step and after five, forward differs by less than single steps scatter, so one "
-        "step of warm-up would do here. "
-        if abs(again[0] - after_one[0]) <= max(again[1], after_one[1])
-        else "The second step still differs from those after it, so one step of warm-up is not "
-        "enough. "
-    )
-    + "We leave out five, to be safe",
-)
 
 # %%
 
@@ -326,7 +299,9 @@ wider = (SIZES[largest].d_model / SIZES[smallest].d_model) ** 2
 
 # %%
 
-# Folded: How long does a step of each size take at a context of 256, and how far do steps scatter?
+# Folded: How many steps of warm-up does a measurement need, and how far do steps scatter?
+cold = number(first, "forward", 1)
+after_one, again = (ten_after(warmup, "forward") for warmup in (1, 5))
 scatter = {
     (name, dtype): 100
     * number(sizes, "forward, sd", name, dtype)
@@ -334,31 +309,58 @@ scatter = {
     for name in (smallest, largest)
     for dtype in DTYPES
 }
-lab.table(
-    [
-        {"size": row["size"], "dtype": row["dtype"]}
-        | {
-            f"{name}, ms": f"{row[f'{part}, ms']:.1f} ± {row[f'{part}, sd']:.1f}"
-            for part, name in PASS_NAMES.items()
-        }
-        | {
-            "forward, ms per layer": round(
-                row["forward, ms"] / SIZES[row["size"]].layers, 1
-            )
-        }
-        | {"peak, GiB": row["peak, GiB"]}
-        for row in sizes.rows
-    ],
-    "Mean and standard deviation of ten steps, after five. Under autocast the forward pass of a "
-    f"layer takes {min(a_layer.values()):.1f} to {max(a_layer.values()):.1f} ms, although the "
-    f"linear layers of {largest} have {wider:.0f} times the FLOPs of those of {smallest}: at so "
-    "short a context the time is hardly that of the kernels. For the forward pass of "
-    f"{largest} the spread is {scatter[largest, 'float32']:.1f} % of the mean in float32 and "
-    f"{scatter[largest, 'bfloat16']:.1f} % under autocast. A small spread alone does not show that "
-    f"the GPU is busy: {smallest} in float32 has {scatter[smallest, 'float32']:.1f} %, at a time "
-    f"per layer as short as under autocast. In float32 the backward pass of {largest} takes "
-    f"{backward_ratio:.2f} times as long as forward, because each linear layer does two matmuls in "
-    "it for one in forward",
+lab.together(
+    lab.table(
+        [
+            {"warm-up steps": warmup}
+            | {
+                f"{name}, ms": "{:.1f} ± {:.1f}".format(*ten_after(warmup, part))
+                for part, name in PASS_NAMES.items()
+            }
+            for warmup in (0, 1, 2, 5)
+        ]
+        if first.rows
+        else [],
+        "Mean and standard deviation of ten steps after some steps of warm-up, for medium in "
+        "float32 at a context of 256. Only a process that has not trained before can tell, so we "
+        f"start one. Its first forward pass takes {cold:,.0f} ms, because it loads each kernel "
+        "when it is first called, sets up cuBLAS, and asks the driver for all of its memory. "
+        + (
+            "After one step and after five, forward differs by less than single steps scatter, so "
+            "one step of warm-up would do here. "
+            if abs(again[0] - after_one[0]) <= max(again[1], after_one[1])
+            else "The second step still differs from those after it, so one step of warm-up is not "
+            "enough. "
+        )
+        + "We leave out five, to be safe",
+    ),
+    lab.table(
+        [
+            {"size": row["size"], "dtype": row["dtype"]}
+            | {
+                f"{name}, ms": f"{row[f'{part}, ms']:.1f} ± {row[f'{part}, sd']:.1f}"
+                for part, name in PASS_NAMES.items()
+            }
+            | {
+                "forward, ms per layer": round(
+                    row["forward, ms"] / SIZES[row["size"]].layers, 1
+                )
+            }
+            | {"peak, GiB": shown(row["peak, GiB"])}
+            for row in sizes.rows
+        ],
+        "A step of each size at a context of 256: mean and standard deviation of ten steps, after "
+        "five. Under autocast the forward pass of a layer takes "
+        f"{min(a_layer.values()):.1f} to {max(a_layer.values()):.1f} ms, although the linear "
+        f"layers of {largest} have {wider:.0f} times the FLOPs of those of {smallest}: at so short "
+        "a context the time is hardly that of the kernels. For the forward pass of "
+        f"{largest} the spread is {scatter[largest, 'float32']:.1f} % of the mean in float32 and "
+        f"{scatter[largest, 'bfloat16']:.1f} % under autocast; for that of {smallest} it is "
+        f"{scatter[smallest, 'float32']:.1f} and {scatter[smallest, 'bfloat16']:.1f} %. In float32 "
+        f"the backward pass of {largest} takes {backward_ratio:.2f} times as long as forward; each "
+        "linear layer does two matmuls in it "
+        "for one in forward",
+    ),
 )
 
 # %%
@@ -367,29 +369,21 @@ lab.table(
 #
 # .. code-block:: python
 #
-#    from torch.profiler import ProfilerActivity, profile
-#
 #    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
 #        training.forward()
 #        torch.cuda.synchronize()
 #    print(by_group(found.key_averages()))
 #
 # ``key_averages()`` has an entry for each operation, with the microseconds of its kernels.
-# ``by_group`` adds them by what the operations do. ``GROUPS`` gives each group a pattern of names,
-# to “matmul” for example ``aten::(mm|addmm|bmm|baddbmm)$``.
-
-
-def group(operation):
-    """The first group whose pattern fits the name of an operation."""
-    fits = (name for name, pattern in GROUPS.items() if re.match(pattern, operation))
-    return next(fits, "other")
+# ``by_group`` adds them by what the operations do, which their names tell: a matmul, for example,
+# is one of ``aten::(mm|addmm|bmm|baddbmm)$``.
 
 
 def by_group(averages):
     """Milliseconds of kernels by the group of the operation that launched them."""
     times = Counter()
     for found in averages:
-        if found.device_type == DeviceType.CPU:  # not its kernels once more
+        if found.device_type == DeviceType.CPU:  # a kernel has an entry of its own
             times[group(found.key)] += found.self_device_time_total / 1e3
     return times
 
@@ -411,6 +405,12 @@ GROUPS = {  # what the operations of PyTorch belong to, by their names; the firs
     "AdamW": r"aten::_fused_adamw_",
 }
 REPEATS = 2
+
+
+def group(operation):
+    """The first group whose pattern fits the name of an operation."""
+    fits = (name for name, pattern in GROUPS.items() if re.match(pattern, operation))
+    return next(fits, "other")
 
 
 def profiled(run):
@@ -552,7 +552,7 @@ def group_bars(axes, rows):
         values = [times.get(name, 0) for name in names]
         ends_at = [min(value, END_OF_BARS) for value in values]
         places = [place + offset for place in range(len(names))]
-        colour = lab.colour("Kernel Book" if dtype == "bfloat16" else "copy")
+        colour = lab.colour("quack" if dtype == "bfloat16" else "copy")
         axes.barh(places, ends_at, height=0.38, color=colour, label=dtype)
         for place, value in zip(places, values, strict=True):
             if value > END_OF_BARS:
@@ -601,10 +601,11 @@ casts = {dtype: in_groups(dtype, [CASTS]) for dtype in DTYPES}
 all_kernels = {dtype: in_groups(dtype, ["kernels"]) for dtype in DTYPES}
 lab.read(
     f"Autocast shortens the kernels of a step from {all_kernels['float32']:.0f} ms to "
-    f"{all_kernels['bfloat16']:.0f}, because the matrix units make the matmuls "
-    f"{products['float32'] / products['bfloat16']:.0f} times as fast. PyTorch uses these units for "
-    f"float32 only if told to. **Now matmuls are only {in_step['bfloat16']:.0f} % of the time. "
-    "Most of the rest moves bytes, and there the kernels of this book can help.**"
+    f"{all_kernels['bfloat16']:.0f}, because the matmuls now run on the matrix units and are "
+    f"{products['float32'] / products['bfloat16']:.0f} times as fast. (For float32 PyTorch uses "
+    "these units only if told to, and then rounds the inputs to 11 significant bits; we did not.) "
+    f"**Now matmuls are only {in_step['bfloat16']:.0f} % of the time. Most of the rest moves "
+    "bytes.**"
 )
 
 # %%
@@ -650,29 +651,29 @@ lab.table(
 )
 
 # %%
-# Attention shows what moving bytes costs: the formula takes its table of scores to memory and back
-# again and again. We count the bytes for one score. Under autocast softmax runs in float32, 4 bytes
-# per number, and the rest of attention in bfloat16, 2 bytes. ``masked_fill`` copies the table
-# before it fills it.
+# Attention shows what moving bytes costs, because the formula takes its table of scores to memory
+# and back again and again. We count the bytes for one score: softmax runs in float32, 4 bytes per
+# number, and the rest in bfloat16, 2 bytes; ``masked_fill`` copies the table before it fills it.
 
 # Drawing
+OF_MATMULS, OF_SOFTMAX = "matmuls, scale, cast to bfloat16", "softmax and its cast"
 TRIPS = [  # what is done, the range of the profile, bytes read and bytes written per score
-    ("q kᵀ", "matmuls, scale, cast", 0, 2),
-    ("scale", "matmuls, scale, cast", 2, 2),
+    ("q kᵀ", OF_MATMULS, 0, 2),
+    ("scale", OF_MATMULS, 2, 2),
     ("mask: copy", "mask", 2, 2),
     ("mask: fill", "mask", 2, 2),
-    ("cast to float32", "softmax", 2, 4),
-    ("softmax", "softmax", 4, 4),
-    ("cast to bfloat16", "matmuls, scale, cast", 4, 2),
-    ("weights v", "matmuls, scale, cast", 2, 0),
+    ("cast to float32", OF_SOFTMAX, 2, 4),
+    ("softmax", OF_SOFTMAX, 4, 4),
+    ("cast to bfloat16", OF_MATMULS, 4, 2),
+    ("weights v", OF_MATMULS, 2, 0),
 ]
 bytes_in = Counter()
 for _, what, read, written in TRIPS:
     bytes_in[what] += read + written
 INK_OF_RANGE = {
-    "matmuls, scale, cast": lab.colour("matmul"),
+    OF_MATMULS: lab.colour("matmul"),
     "mask": lab.colour("torch.compile"),
-    "softmax": lab.colour("Kernel Book"),
+    OF_SOFTMAX: lab.colour("SDPA flash"),
 }
 
 
@@ -703,7 +704,13 @@ def trips(axes):
     inks = INK_OF_RANGE.items()
     handles = [axes.barh(0, 0, color=ink, label=what) for what, ink in inks]
     axes.figure.legend(
-        handles=handles, loc="outside lower left", ncols=3, frameon=False, fontsize=10
+        handles=handles,
+        loc="outside lower left",
+        ncols=3,
+        frameon=False,
+        fontsize=10,
+        handlelength=1,
+        columnspacing=1,
     )
 
 
@@ -717,9 +724,9 @@ lab.sketch(
 )
 
 # %%
-# The profile has timed these trips. The table adds up the bytes of each colour and sets the FLOPs
-# beside them: :math:`4 d_h` per score in the two matmuls, for a head of :math:`d_h` numbers, and
-# about five in softmax.
+# The table adds up the bytes of each colour and sets the FLOPs and the times of the profile beside
+# them. The two matmuls do :math:`4 d_h` FLOPs per score, for a head of :math:`d_h = 64` numbers,
+# the scale one, and softmax about five.
 
 
 def of_record(chapter, name):
@@ -738,8 +745,8 @@ head, n_scores = (
     size.layers * BATCH * size.heads * CONTEXT**2,
 )
 INSIDE = {  # FLOPs of a score, and the ranges of the profile
-    "matmuls, scale, cast": (4 * head + 1, ("scores", "values")),
-    "softmax": (5, ("softmax",)),
+    OF_MATMULS: (4 * head + 1, ("scores", "values")),
+    OF_SOFTMAX: (5, ("softmax",)),
     "mask": (0, ("mask",)),
 }
 inside = {
@@ -755,19 +762,15 @@ inside = {
 }
 lab.table(
     [
-        {"range": what}
-        | {name: round(value, 1) for name, value in row.items()}
-        | {
-            "% of a copy": round(
-                100 * row["ms at a copy's speed"] / row["ms, measured"]
-            )
-        }
+        {"trips": what}
+        | {"FLOPs": row["FLOPs per score"], "bytes": row["bytes per score"]}
+        | {name: shown(row[name]) for name in ("ms at a copy's speed", "ms, measured")}
         for what, row in inside.items()
     ]
     if profile_of.rows and of_memory == of_memory
     else [],
-    "Inside attention, forward in bfloat16; softmax with its cast to float32. A fold further down "
-    "times the matmuls and softmax alone",
+    "Inside attention, forward, all layers: FLOPs and bytes per score, and times. In the first "
+    "figure the casts and the copy of the mask count as casts and copies",
 )
 
 # %%
@@ -784,43 +787,114 @@ at_speed = [
     100 * row["ms at a copy's speed"] / row["ms, measured"] for row in inside.values()
 ]
 by_flops = 1e3 * (4 * head) * n_scores / of_matmul
-products_range = inside["matmuls, scale, cast"]["ms, measured"]
+products_range = inside[OF_MATMULS]["ms, measured"]
 lab.read(
     "**Bytes explain much of these times, and FLOPs little.** At the speed of a large matmul the "
     f"first row would take {by_flops:.1f} ms instead of {products_range:.1f}; at the speed of a "
     f"large copy the rows would take {min(at_speed):.0f} to {max(at_speed):.0f} % of their times. "
-    "The rest we have not explained: a count of bytes gives a floor, not a forecast."
+    "We did not measure where the rest goes: a count of bytes gives a floor, not a forecast."
 )
 
 # %%
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    Under autocast most of a step moves bytes. To know how fast such an operation can be, count its
-#    bytes and not its FLOPs.
+#    As long as attention stores its table, most of a step under autocast moves bytes. To know how
+#    fast such an operation can be, count its bytes and not its FLOPs.
 #
-# Why there are casts
-# -------------------
+# In the first figure the bar of casts and copies has grown most. :term:`Autocast <autocast>` leaves
+# the parameters in float32 and runs each operation in the dtype that PyTorch lists for it: linear
+# layers in bfloat16; softmax, layer norm and the loss in float32. So a tensor is cast wherever the
+# dtype changes: to float32 before softmax, to bfloat16 before the matmul that follows softmax or
+# layer norm; and each parameter of a linear layer is cast before its matmul.
 
-# Reading
-lab.read(
-    "One bar has grown far more than any other under autocast: casts and copies take "
-    f"{casts['bfloat16']:.1f} ms"
-    + (
-        ", more than all matmuls together"
-        if casts["bfloat16"] > products["bfloat16"]
-        else ""
-    )
-    + f". In float32, where nothing is cast, the copies alone take {casts['float32']:.1f} ms, and "
-    "in bfloat16 they move half the bytes. So more than "
-    f"{rounded_down(casts['bfloat16'] - casts['float32'])} ms are casts. Where do they come from?"
-)
+
+# Measuring
+def place_of(shape, parameters):
+    """Where a tensor of large belongs, by its shape."""
+    if shape[-2:] == (CONTEXT, CONTEXT):
+        return "table of scores"
+    if shape in parameters or shape[::-1] in parameters:
+        return "parameters and their gradients"
+    if len(shape) > 1 and shape[-1] == SIZES["large"].d_model:
+        return "as wide as the stream"
+    return "elsewhere"
+
+
+def cast_places():
+    """Milliseconds of casts and of copies in forward and backward, by the tensor."""
+    training, times = new_training("large", CONTEXT, "bfloat16"), Counter()
+    parameters_of = {tuple(p.shape) for p in training.model.parameters()}
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    for _ in range(3):
+        training.whole()
+    for _ in range(REPEATS):
+        torch.cuda.synchronize()
+        with profile(activities=activities, record_shapes=True) as profiler:
+            training.forward()
+            training.backward()
+            torch.cuda.synchronize()
+        training.step()
+        for event in profiler.events():
+            if event.device_type == DeviceType.CPU and group(event.key) == CASTS:
+                caller = event.cpu_parent.key if event.cpu_parent else ""
+                what = "cast" if caller == "aten::_to_copy" else "copy"
+                shape = next((tuple(one) for one in event.input_shapes if one), ())
+                place = place_of(shape, parameters_of)
+                times[what, place] += event.self_device_time_total / 1e3
+    del training, profiler
+    freed()
+    return [
+        {"what": what, "tensor": place, "ms": round(took / REPEATS, 3)}
+        for (what, place), took in sorted(times.items())
+    ]
+
+
+cast_ms = lab.attempt("Casts and copies of large at 1,024, by the tensor", cast_places)
 
 # %%
-# :term:`Autocast <autocast>` leaves the parameters in float32 and runs each operation in the dtype
-# that PyTorch lists for it: linear layers in bfloat16; softmax, layer norm and the loss in float32.
-# **So a tensor is cast wherever a matmul follows an operator in float32, and each weight before its
-# matmul.**
+
+# Reading
+by_tensor = Counter()
+for row in cast_ms.rows:
+    by_tensor[row["tensor"]] += row["ms"]
+    by_tensor[row["what"]] += row["ms"]
+    by_tensor[row["what"], row["tensor"]] += row["ms"]
+in_all = by_tensor["cast"] + by_tensor["copy"]
+where_cast, others_cast = "table of scores", "parameters and their gradients"
+lab.read(
+    f"Casts and copies take {casts['bfloat16']:.1f} ms of a step"
+    + (
+        ", more than all matmuls together. "
+        if casts["bfloat16"] > products["bfloat16"]
+        else ". "
+    )
+    + (
+        (
+            "**Most of them belong to the table of scores.** "
+            if by_tensor[where_cast] > 0.6 * in_all
+            else "**They belong to several tensors.** "
+        )
+        + f"By the shapes that the profiler notes, casts of the table take "
+        f"{by_tensor['cast', where_cast]:.1f} ms and copies of it "
+        f"{by_tensor['copy', where_cast]:.1f}; the parameters and their gradients take "
+        f"{by_tensor[others_cast]:.1f}, the tensors as wide as the residual stream, which layer "
+        f"norm reads and writes, {by_tensor['as wide as the stream']:.1f}, and all others "
+        f"{by_tensor['elsewhere']:.1f}."
+        if cast_ms.rows
+        else "In float32, where nothing is cast, copies alone take "
+        f"{casts['float32']:.1f}; in bfloat16 they move half the bytes, so at least "
+        f"{rounded_down(casts['bfloat16'] - casts['float32'])} ms are casts. "
+        + (
+            "**The largest is at the table of scores**: in forward the kernel that takes the most "
+            f"time is the cast of the scores to float32, {its_ms['bfloat16']:.1f} ms of "
+            f"{profile_number(f'{CASTS}, ms', 'bfloat16', 'forward'):.1f}, which include one cast "
+            "of the logits."
+            if cast_on_top
+            else ""
+        )
+    )
+)
 
 # %%
 
@@ -873,23 +947,6 @@ toy = lab.measure("The dtypes of a toy model under autocast", toy_dtypes)
 
 # %%
 
-# Folded: Which dtypes does autocast give the tensors of a toy model?
-kinds_of_cast = dict(
-    zip(("float16", "bfloat16", "bfloat16, our norm"), toy.rows, strict=False)
-)
-lab.table(
-    [
-        {"tensor": tensor} | {kind: row[tensor] for kind, row in kinds_of_cast.items()}
-        for tensor in (list(toy.rows[0])[1:] if toy.rows else ())
-    ],
-    "The dtypes of a linear layer, ReLU, layer norm and a second linear layer, by what autocast "
-    "casts to. Only what a linear layer writes has 16 bits. The book's layer norm follows the same "
-    "rule, unless its argument out_dtype says otherwise",
-)
-
-
-# %%
-
 
 # Measuring
 def norm_all_in(x):
@@ -934,26 +991,40 @@ assert (
 )
 # %%
 
-# Folded: What in layer norm is sensitive to 16 bits, and is it still in bfloat16?
-lab.table(
-    rows,
-    "Layer norm of 64 rows of 1,024 numbers, largest error over largest output, all in one dtype "
-    "or with only the input and the output in it. In float16 the squares are sensitive: a number "
-    "above 256 has a square above 65,504, the largest float16, so the variance is infinite and the "
-    "output zero. bfloat16 has the exponents of float32 and is safe from that. But it has 8 "
-    "significant bits instead of 11, so the mean and the differences from it are known to two or "
-    "three digits. So layer norm wants its reductions in float32 there as well; autocast and the "
-    "book's kernel do them so",
+# Folded: Which dtypes does autocast give, and what in layer norm is sensitive to 16 bits?
+kinds_of_cast = dict(
+    zip(("float16", "bfloat16", "bfloat16, our norm"), toy.rows, strict=False)
+)
+lab.together(
+    lab.table(
+        [
+            {"tensor": tensor}
+            | {kind: row[tensor] for kind, row in kinds_of_cast.items()}
+            for tensor in (list(toy.rows[0])[1:] if toy.rows else ())
+        ],
+        "The dtypes of a linear layer, ReLU, layer norm and a second linear layer, by what "
+        "autocast casts to. Only what a linear layer writes has 16 bits. The book's layer norm "
+        "follows the same rule, unless its argument out_dtype says otherwise",
+    ),
+    lab.table(
+        rows,
+        "Layer norm of 64 rows of 1,024 numbers, largest error over largest output, all in one "
+        "dtype or with only the input and the output in it. In float16 the squares are sensitive: "
+        "a number above 256 has a square above 65,504, the largest float16, so the variance is "
+        "infinite and the output zero. bfloat16 has the exponents of float32 and is safe from "
+        "that. But it has 8 significant bits instead of 11, so the mean and the differences from "
+        "it are known to two or three digits. So layer norm wants its reductions in float32 there "
+        "as well; autocast and the book's kernel do them so",
+    ),
 )
 
 # %%
 # Where the memory goes
 # ---------------------
 #
-# Which tensors fill the memory? Mostly those that forward keeps for backward. We count them for one
-# layer, whose batch is :math:`B` sequences of :math:`T` tokens, :math:`N = B T` in all. The width
-# is :math:`d`, that of the feed-forward network :math:`f`, and there are :math:`H` heads. In
-# float32 a layer keeps
+# Most of the memory holds what forward keeps for backward. We count it for one layer, whose batch
+# is :math:`B` sequences of :math:`T` tokens, :math:`N = B T` in all. The width is :math:`d`, that
+# of the feed-forward network :math:`f`, and there are :math:`H` heads. In float32 a layer keeps
 #
 # - the inputs of both layer norms and of the four linear layers ``qkv``, ``out``, ``up`` and
 #   ``down``, and the input of GELU: :math:`5 N d + 2 N f` numbers;
@@ -967,16 +1038,9 @@ lab.table(
 #
 #    4\,(8 N d + 2 N f + B H T^2) + 2 N d
 #
-# .. dropdown:: What does mixed precision change in this count?
-#
-#    The inputs of the layer norms stay in float32 and most others have 2 bytes. But softmax
-#    computes in float32 and keeps its output there, and the next matmul casts it and keeps the copy
-#    as well: :math:`6 B H T^2` bytes instead of 4. Each weight is kept as a bfloat16 copy, too.
-#    Together a layer keeps :math:`22 N d + 4 N f + 6 B H T^2 + 8 d^2 + 4 d f` bytes.
+# The last term of the bracket is the *attention table*, :math:`T^2` numbers for each head of each
+# sequence.
 
-# %%
-# The last term of the bracket is a table of :math:`T^2` weights for each head of each sequence. The
-# picture shows the share of each term in *large*.
 
 # Measuring
 BYTES = {  # of each kept number: stream, other activations, weights of attention, copies of weights
@@ -1054,9 +1118,9 @@ memory = lab.measure("Memory of the size 2.7B", memory_by_context)
 # Drawing
 KEPT_INKS = {
     "inputs": lab.colour("matmul"),
-    "q, k, v": lab.colour("torch.compile"),
-    "tables of weights": lab.colour("PyTorch"),
-    "masks": lab.colour("Kernel Book"),
+    "q, k, v": lab.colour("Liger"),
+    "attention tables": lab.colour("SDPA flash"),
+    "masks": lab.colour("torch.compile"),
 }
 KEPT_AT = (256, 1024, 4096)
 
@@ -1068,7 +1132,7 @@ def kept_in_layer(context):
     found = {
         "inputs": 4 * (5 * tokens * width + 2 * tokens * shape.d_ff),
         "q, k, v": 4 * 3 * tokens * width,
-        "tables of weights": 4 * BATCH * shape.heads * context**2,
+        "attention tables": 4 * BATCH * shape.heads * context**2,
         "masks": 2 * tokens * width,
     }
     both = [
@@ -1132,15 +1196,8 @@ lab.sketch(
 )
 
 # %%
-# **The tables of attention grow with the square of the context, and at 1,024 they are already half
-# of what a layer keeps.**
-
 
 # Reading
-def shown(value, digits=1):
-    return "—" if value is None or value != value else f"{value:.{digits}f}"
-
-
 largest_size, longest = SIZES["2.7B"], max(CONTEXTS)
 at = {
     (dtype, what): number(memory, f"{what}, GiB", dtype, longest)
@@ -1152,32 +1209,45 @@ off = [100 * (row["kept, GiB"] / row["on paper, GiB"] - 1) for row in memory.row
 ]
 state = 12 * parameters(largest_size) / 2**30
 copies = 2 * parameters(largest_size) / 2**30
+of_layer = kept_in_layer(CONTEXT)
+table_share = 100 * of_layer["attention tables"] / sum(of_layer.values())
+in_tables = (
+    kept_on_paper(SIZES["large"], BATCH, CONTEXT, "bfloat16")
+    - kept_on_paper(SIZES["large"], BATCH, CONTEXT, "bfloat16", squares=False)
+) / 2**30
 lab.read(
-    "To test the count where memory matters most, we take the largest size, 2.7B: at contexts from "
-    f"{min(CONTEXTS)} to {longest:,} it is right to {max(map(abs, off)):.1f} %. "
-    + (
-        "**Autocast saves no memory there**: a step needs "
-        if at["bfloat16", "step"] >= at["float32", "step"]
-        else "**Autocast saves less than half of the memory there**: a step needs "
-    )
-    + f"{at['bfloat16', 'step']:.0f} GiB instead of {at['float32', 'step']:.0f}. It halves most "
-    "activations, but keeps the weights of attention in both dtypes and a copy of every parameter."
+    "**The attention tables grow with the square of the context, and at 1,024 they are already "
+    f"{table_share:.0f} % of what a layer keeps.** Autocast does not shrink them, because it keeps "
+    "the output of softmax in float32 and a bfloat16 copy of it for the matmul, 6 bytes per score "
+    f"instead of 4. For the 36 layers of large that is {in_tables:.1f} GiB, which attention "
+    "without a table should save. Measured in the largest size, 2.7B, the count misses what "
+    f"forward keeps by at most {max(map(abs, off)):.1f} %."
 )
 
 # %%
 
-# Folded: What is the peak of a forward pass and of a step, by context?
+# Folded: What is the peak of forward and of a step, and what does mixed precision change?
 lab.table(
-    memory.rows,
-    "Memory of the size 2.7B, and what forward keeps, measured and on paper. A forward pass alone "
-    f"needs little beyond the parameters and AdamW's averages ({state:.1f} GiB) and, under "
-    f"autocast, bfloat16 copies of the weights ({copies:.1f} GiB)",
+    [
+        {
+            name: value if name in ("dtype", "context", "peak in") else shown(value)
+            for name, value in row.items()
+        }
+        for row in memory.rows
+    ],
+    "Memory of the size 2.7B, and what forward keeps for backward, measured and on paper. A "
+    "forward pass alone needs little beyond the parameters and AdamW's averages "
+    f"({state:.1f} GiB) and, under autocast, bfloat16 copies of the parameters ({copies:.1f} GiB). "
+    f"At {longest:,} a step needs {at['bfloat16', 'step']:.0f} GiB under autocast and "
+    f"{at['float32', 'step']:.0f} in float32: the inputs of the layer norms stay in float32 and "
+    "most other activations have 2 bytes, but the attention table takes 6 bytes per score, and "
+    "each parameter of a linear layer is kept as a bfloat16 copy as well. Together a layer keeps "
+    "22 N d + 4 N f + 6 B H T² + 8 d² + 4 d f bytes",
 )
 
 # %%
 # What is kept need not stay: with :term:`checkpointing` a layer keeps only its input and computes
-# the rest again in backward. The figure follows one step of *large* in float32, by what PyTorch's
-# allocator hands out and takes back.
+# the rest again in backward.
 
 
 # Measuring
@@ -1285,7 +1355,8 @@ def timeline_in_words(rows):
 
 
 def timeline_lines(axes, rows):
-    for version, provider in (("all kept", "PyTorch"), ("checkpointed", "Kernel Book")):
+    top = max(row["most, GiB"] for row in rows)
+    for version, provider in (("all kept", "copy"), ("checkpointed", "SDPA flash")):
         chosen = of_version(rows, version)
         # each pass gets a third of the axis, whatever its number of events
         x, y = [], []
@@ -1297,52 +1368,11 @@ def timeline_lines(axes, rows):
     for third, part in enumerate(PASSES):
         axes.axvline(third, color=lab.colour("copy"), linewidth=0.7, linestyle=":")
         name = PASS_NAMES[part]
-        axes.text(third + 0.5, 0, name, ha="center", va="bottom", fontsize=10)
+        axes.text(third + 0.5, 1.1 * top, name, ha="center", va="bottom", fontsize=10)
     axes.set_xticks([])
-    axes.set(xlabel="allocations and releases, in order", ylabel="GiB in use", ylim=0)
+    axes.set(xlabel="allocations and releases, in order", ylabel="GiB in use")
+    axes.set_ylim(0, 1.2 * top)
 
-
-lab.draw(
-    timeline,
-    "The memory of one step of large, float32",
-    timeline_in_words,
-    timeline_lines,
-)
-
-# %%
-
-# Reading
-peak = {
-    version: max(
-        (row["most, GiB"] for row in of_version(timeline.rows, version)), default=nan
-    )
-    for version in ("all kept", "checkpointed")
-}
-paper = kept_on_paper(SIZES["large"], BATCH, CONTEXT, "float32") / 2**30
-inputs_of_layers = BATCH * CONTEXT * SIZES["large"].d_model * 4 / 2**30
-spared = (SIZES["large"].layers - 1) * (
-    paper / SIZES["large"].layers - inputs_of_layers
-)
-its_gradients = 4 * parameters(SIZES["large"]) / 2**30
-at_first = 12 * parameters(SIZES["large"]) / 2**30
-in_forward = sum(kept_in_layer(CONTEXT).values()) / 2**20
-step_took = {
-    row["version"]: sum(row[f"{part}, ms"] for part in PASSES)
-    for row in checkpoint_ms.rows
-}
-lab.read(
-    f"The parameters and AdamW's averages alone take {at_first:.1f} GiB. Forward adds the "
-    f"{in_forward:.0f} MiB of our count for each layer, and backward releases them while the "
-    "gradients grow. **Checkpointing lowers "
-    f"the peak from {peak['all kept']:.1f} GiB to {peak['checkpointed']:.1f} and pays with another "
-    "forward pass**"
-    + (
-        f": the step takes {step_took['checkpointed']:.0f} ms instead of "
-        f"{step_took['all kept']:.0f}."
-        if len(step_took) == 2
-        else "."
-    )
-)
 
 # %%
 
@@ -1381,7 +1411,25 @@ allocations = lab.measure(
 
 # %%
 
-# Folded: Which lines allocate the largest tensors, and why does checkpointing not save more?
+# Folded: What does checkpointing save, and which lines allocate the largest tensors?
+peak = {
+    version: max(
+        (row["most, GiB"] for row in of_version(timeline.rows, version)), default=nan
+    )
+    for version in ("all kept", "checkpointed")
+}
+paper = kept_on_paper(SIZES["large"], BATCH, CONTEXT, "float32") / 2**30
+inputs_of_layers = BATCH * CONTEXT * SIZES["large"].d_model * 4 / 2**30
+spared = (SIZES["large"].layers - 1) * (
+    paper / SIZES["large"].layers - inputs_of_layers
+)
+its_gradients = 4 * parameters(SIZES["large"]) / 2**30
+at_first = 12 * parameters(SIZES["large"]) / 2**30
+in_forward = sum(kept_in_layer(CONTEXT).values()) / 2**20
+step_took = {
+    row["version"]: sum(row[f"{part}, ms"] for part in PASSES)
+    for row in checkpoint_ms.rows
+}
 size = SIZES["large"]
 table_mib = BATCH * size.heads * CONTEXT**2 * 4 / 2**20
 hidden_mib = BATCH * CONTEXT * size.d_ff * 4 / 2**20
@@ -1391,27 +1439,49 @@ tables = sum(
     for row in allocations.rows
     if row["pass"] == "forward" and row["MiB"] == table_mib
 )
-lab.table(
-    allocations.rows,
-    "The largest allocations of a step; what backward allocates has no line, because autograd runs "
-    f"it in C++. On paper a table of scores has {table_mib:.0f} MiB, the logits {logits_mib:.0f}, "
-    f"the hidden tensor of the feed-forward network {hidden_mib:.0f}, and a tensor of the residual "
-    f"stream {1024 * inputs_of_layers:.0f}. Per layer, standard "
-    f"attention allocates {tables / size.layers:.0f} tables in forward (the scores, scaled, "
-    "masked, and their softmax) and releases all but one before the next layer. By the count, "
-    f"checkpointing saves {spared:.1f} GiB. It saves less, because the peak moves to the end of "
-    f"backward, where all gradients, {its_gradients:.1f} GiB, exist as well",
+lab.draw(
+    timeline,
+    "The memory of one step of large, float32",
+    timeline_in_words,
+    timeline_lines,
+)
+lab.together(
+    lab.read(
+        "The figure follows one step by what PyTorch's allocator hands out and takes back. The "
+        f"parameters and AdamW's averages take {at_first:.1f} GiB, and the lines start higher "
+        "because their first point holds tensors of the first layer already. Forward adds the "
+        f"{in_forward:.0f} MiB of our count for each layer, and backward releases them while the "
+        f"gradients grow. **Checkpointing lowers the peak from {peak['all kept']:.1f} GiB to "
+        f"{peak['checkpointed']:.1f} and pays with another forward pass**"
+        + (
+            f": the step takes {step_took['checkpointed']:.0f} ms instead of "
+            f"{step_took['all kept']:.0f}. "
+            if len(step_took) == 2
+            else ". "
+        )
+        + f"By the count it would save {spared:.1f} GiB. It saves less, because the peak moves to "
+        f"the end of backward, where all gradients, {its_gradients:.1f} GiB, exist as well."
+    ),
+    lab.table(
+        allocations.rows,
+        "The largest allocations of a step; what backward allocates has no line, because autograd "
+        f"runs it in C++. On paper a table of scores has {table_mib:.0f} MiB, the logits "
+        f"{logits_mib:.0f}, the hidden tensor of the feed-forward network {hidden_mib:.0f}, and a "
+        f"tensor of the residual stream {1024 * inputs_of_layers:.0f}. Per layer, standard "
+        f"attention allocates {tables / size.layers:.0f} tables in forward (the scores, scaled, "
+        "masked, and their softmax) and releases all but one before the next layer",
+    ),
 )
 
 # %%
 # Attention without the table
 # ---------------------------
 #
-# The table of scores fills half of what a layer keeps and costs much of the time, so attention is
-# the first operator to replace. :doc:`The book's attention </chapters/attention_forward>` never
-# stores the table. We time it by itself first, on the shapes of the course: a batch of 8 with one
-# head of 64 numbers, in bfloat16 and causal. What it *holds* is what forward keeps for backward
-# besides q, k and v.
+# Attention is the first operator to replace, because its table fills half of what a layer keeps.
+# Two versions never store it: :doc:`the book's attention </chapters/attention_forward>` and SDPA,
+# of which we always time the faster of two implementations, its backends *flash* and *cuDNN*. We
+# time attention by itself first, on the shapes of the course: a batch of 8 with one head of 64
+# numbers, in bfloat16 and causal.
 
 # Measuring
 ours = partial(attention, is_causal=True)
@@ -1572,6 +1642,7 @@ grid = lab.measure(
 # %%
 
 
+# Reading
 def in_grid(column, provider, length, head_dim=64):
     return number(grid, column, head_dim, length, provider)
 
@@ -1592,129 +1663,138 @@ def fastest_fused(length, head_dim=64):
     )
 
 
-def grid_cell(value):
-    return "—" if value == OUT_OF_MEMORY or value != value else milliseconds(value)
+def grid_cell(value, digits=None):
+    """A time or an amount of memory, with three digits unless their number is given."""
+    if value == OUT_OF_MEMORY or value != value:
+        return "—"
+    return milliseconds(value) if digits is None else f"{value:,.{digits}f}"
 
 
-with_sdpa = any(row["provider"] in FUSED for row in grid.rows)
-lab.table(
-    [
-        {"length": length}
-        | {"formula, ms": grid_cell(in_grid("both, ms", "PyTorch", length))}
-        | ({"SDPA, ms": grid_cell(fastest_fused(length))} if with_sdpa else {})
-        | {
-            "the book's, ms": grid_cell(in_grid("both, ms", "Kernel Book", length)),
-            "formula holds, MiB": grid_cell(in_grid("held, MiB", "PyTorch", length)),
-            "the book's holds, MiB": grid_cell(
-                in_grid("held, MiB", "Kernel Book", length)
-            ),
-        }
-        for length in LENGTHS
-        if length not in (256, 8192)  # which the fold shows
-    ]
-    if grid.rows
-    else [],
-    "Forward and backward of attention, head size 64"
-    + ("; SDPA by the faster of flash and cuDNN" if with_sdpa else "")
-    + "; — is out of memory",
-)
-
-# %%
-
-
-# Reading
 def listed(names):
     """Names in a sentence."""
     names = list(names)
     return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
 
 
+with_sdpa = any(row["provider"] in FUSED for row in grid.rows)
 fast = in_grid("both, ms", "PyTorch", 16384), in_grid("both, ms", "Kernel Book", 16384)
 times = nan if isinstance(fast[0], str) else fast[0] / fast[1]
 by_sdpa = fastest_fused(16384)
-table_gib = 8 * 65536**2 * 2 / 2**30  # a batch of 8, one head, bfloat16
+short = fastest_fused(CONTEXT), in_grid("both, ms", "Kernel Book", CONTEXT)
 lab.read(
-    "**Without the table, memory grows with the length instead of its square**: the book's "
-    "attention keeps the output and one logarithm per row, and computes the weights again in "
-    "backward. "
+    "**Without the table, memory grows with the length instead of its square, and attention is "
+    "much faster**: at a length of 16,384, "
     + (
-        f"At 16,384 it is {times:.0f} times as fast as the formula"
+        f"the book's attention is {times:.0f} times as fast as the formula, forward and backward "
+        "together"
         if times == times or not grid.rows
+        else "the formula runs out of memory"
+    )
+    + (
+        f", and takes {100 * fast[1] / by_sdpa:.0f} % of the time of SDPA"
+        if by_sdpa == by_sdpa
         else ""
     )
     + (
-        ". At 65,536 the formula runs out of memory: on paper a table of 8 × 65,536² numbers of "
-        f"2 bytes has {table_gib:.0f} GiB, and backward needs three at once (the weights, their "
-        f"gradient and that of the scores), {3 * table_gib:.0f} GiB. "
-        if in_grid("both, ms", "PyTorch", 65536) == OUT_OF_MEMORY
-        else ". "
-    )
-    + (
-        "SDPA, PyTorch's own fused attention, stores no table either"
+        ". At the length of our model, 1,024, "
         + (
-            f", and at 16,384 the book's takes {100 * fast[1] / by_sdpa:.0f} % of its time."
-            if by_sdpa == by_sdpa
-            else "; in the model it is our opponent."
+            "SDPA and the book's take the same time."
+            if abs(short[1] / short[0] - 1) < 0.02
+            else f"the book's takes {100 * short[1] / short[0]:.0f} % of the time of SDPA."
         )
+        if by_sdpa == by_sdpa
+        else "."
     )
 )
 
 # %%
 
-# Folded: How is it for head sizes of 16 to 128, forward and backward apart, and compiled?
-grid
+# Folded: How is attention for other lengths and heads, and where does it run out of memory?
+table_gib = 8 * 65536**2 * 2 / 2**30  # a batch of 8, one head, bfloat16
+lab.together(
+    lab.table(
+        [
+            {"length": length}
+            | {"formula, ms": grid_cell(in_grid("both, ms", "PyTorch", length))}
+            | ({"SDPA, ms": grid_cell(fastest_fused(length))} if with_sdpa else {})
+            | {
+                "the book's, ms": grid_cell(in_grid("both, ms", "Kernel Book", length)),
+                "formula holds, MiB": grid_cell(
+                    in_grid("held, MiB", "PyTorch", length), 1
+                ),
+                "the book's holds, MiB": grid_cell(
+                    in_grid("held, MiB", "Kernel Book", length), 1
+                ),
+            }
+            for length in LENGTHS
+        ]
+        if grid.rows
+        else [],
+        "Forward and backward of attention, head size 64"
+        + ("; SDPA by the faster of flash and cuDNN" if with_sdpa else "")
+        + "; — is out of memory. What a version holds is what forward keeps for backward besides "
+        "q, k and v"
+        + (
+            ". At 65,536 the formula runs out of memory: on paper a table of 8 × 65,536² numbers "
+            f"of 2 bytes has {table_gib:.0f} GiB, and backward needs three at once (the attention "
+            f"weights, their gradient and that of the scores), {3 * table_gib:.0f} GiB"
+            if in_grid("both, ms", "PyTorch", 65536) == OUT_OF_MEMORY
+            else ""
+        ),
+    ),
+    grid,
+)
 
 # %%
-# Other operators in the same model
-# ---------------------------------
+# What each operator is worth in a layer
+# --------------------------------------
 #
-# The model takes its operators as arguments, so a version of it is one line. What a line leaves out
-# is PyTorch's, ``ours`` is the book's attention, made causal, and the opponent is *SDPA*, PyTorch's
-# fused attention.
+# The model takes its operators as arguments, so each version of it is one line. What a line leaves
+# out is PyTorch's, and ``ours`` is the book's attention, made causal.
 
 sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
 layer_norm_16 = partial(layer_norm, out_dtype=torch.bfloat16)
 
 VERSIONS = {
     "formula": Operators(standard_attention, F.layer_norm, F.dropout),
+    "formula, our softmax": Operators(partial(standard_attention, softmax=softmax)),
     "SDPA": Operators(sdpa),
-    "+ softmax": Operators(partial(standard_attention, softmax=softmax)),
-    "+ attention": Operators(ours),  # attention(q, k, v, is_causal=True)
-    "+ layer norm": Operators(ours, layer_norm_16),
-    "the book's": Operators(ours, layer_norm_16, dropout),
+    "our attention": Operators(ours),  # attention(q, k, v, is_causal=True)
+    "our attention, norm": Operators(ours, layer_norm_16),
+    "all of ours": Operators(ours, layer_norm_16, dropout),
 }
 
 # %%
-# ``out_dtype`` makes our layer norm write bfloat16, which the matmul after it wants. Under autocast
-# PyTorch's writes float32, and another kernel casts it.
+# ``out_dtype`` makes our layer norm write bfloat16, which the matmul after it reads. Under autocast
+# PyTorch's writes float32, and another kernel casts it: in forward 14 bytes per number instead of
+# 6.
 #
 # Each version runs eager, and compiled layer by layer:
 #
 # .. code-block:: python
 #
-#    model = Decoder(size, context, VERSIONS["the book's"], device="cuda")
+#    model = Decoder(size, context, VERSIONS["all of ours"], device="cuda")
 #    for block in model.blocks:
 #        block.compile(dynamic=False)
 #
-# ``torch.compile`` fuses layer norm, dropout, GELU and additions into a few kernels of its own. Of
-# an operator of ours, which is registered with ``torch.library``, the compiler knows only the
-# shapes and dtypes of the results, so it fuses nothing into it. Compiled, *+ attention* leaves
-# layer norm and dropout to the compiler, and *the book's* does not.
+# ``torch.compile`` fuses PyTorch's layer norm, dropout, GELU and additions into a few kernels of
+# its own. It fuses nothing into an operator of ours, which is registered with ``torch.library``,
+# because it knows only the shapes and dtypes of what the operator returns.
 
 # Measuring
-NAMES = {  # what the page calls the versions, in the order of its figures and tables
+NAMES = {  # what the page calls the versions; the keys are their names in the record
     "PyTorch": "formula",
     "SDPA": "SDPA",
-    "+ softmax": "+ softmax",
-    "+ attention": "+ attention",
-    "+ layer norm": "+ layer norm",
-    "+ dropout": "the book's",
+    "+ softmax": "formula, our softmax",
+    "+ attention": "our attention",
+    "+ layer norm": "our attention, norm",
+    "+ dropout": "all of ours",
 }
 COMPILED_NAMES = {
     "torch.compile": "formula",
     "SDPA, compiled": "SDPA",
-    "attention, compiled": "+ attention",
-    "Kernel Book": "the book's",
+    "attention, compiled": "our attention",
+    "Kernel Book": "all of ours",
 }
 EAGER = {version: VERSIONS[name] for version, name in NAMES.items()}
 COMPILED = {version: VERSIONS[name] for version, name in COMPILED_NAMES.items()}
@@ -1724,18 +1804,6 @@ norms, per_norm = (
 )
 
 # %%
-
-# Folded: What does a layer norm that writes 16 bits save?
-lab.read(
-    "Per number it spares 8 of 14 bytes in forward, and 8 in backward, whose gradient comes in "
-    f"bfloat16. For the {norms} layer norms of a step this is {16 * norms * per_norm / 1e9:.1f} "
-    f"GB, or {1e3 * 16 * norms * per_norm / of_memory:.1f} ms at the speed of a copy."
-)
-
-# %%
-# **Do the versions compute the same?** We compare the gradients of a small model in float32 with
-# those in float64, under the same masks of dropout. The error with the book's operators may be at
-# most eight times that with PyTorch's.
 
 
 # Measuring
@@ -1788,17 +1856,6 @@ def gradient_cases():
 
 # Measuring
 same_gradients = lab.check("Every parameter of a small model", gradient_cases())
-
-# %%
-
-# Reading
-lab.read(same_gradients.plain.split("\n")[0])
-
-# %%
-
-# Folded: The errors of these gradients
-same_gradients
-
 # %%
 
 # Measuring
@@ -1856,7 +1913,6 @@ def learning():
 
 
 learned = lab.measure("Training loss, mean of ten steps", learning)
-
 # %%
 
 
@@ -1960,22 +2016,22 @@ def loss_curves(axes, rows):
 # %%
 
 # Reading
+by_ours = next(iter(gaps(learned.rows).values()))
+offset, error = mean_and_error(by_ours)
+in_noise = abs(offset) < BY_CHANCE * error
 lab.read(
-    f"**And do they learn the same?** From each of {len(SEEDS)} seeds a tiny model trains "
-    f"{TRAINED} steps under autocast. Its text is the package's own source, one byte per token. A "
-    "thin line is one seed, a thick one their mean."
+    "**The versions agree**: with our operators the loss and every gradient of a small model stay "
+    f"within tolerance, and after {TRAINED} steps from {len(SEEDS)} seeds the training losses "
+    + (
+        "cannot be told from those with PyTorch's."
+        if in_noise
+        else "differ by more than chance explains, as the fold says."
+    )
 )
 
 # %%
 
-# Drawing
-lab.draw(learned, "The training loss of a tiny model", curves_in_words, loss_curves)
-
-# %%
-
-# Reading
-by_ours = next(iter(gaps(learned.rows).values()))
-offset, error = mean_and_error(by_ours)
+# Folded: Do the versions compute and learn the same?
 from_loss, to_loss = (
     statistics.fmean(row[f"Kernel Book, seed {seed}"] for seed in SEEDS)
     if learned.rows
@@ -1984,35 +2040,47 @@ from_loss, to_loss = (
 )
 by_seed = ends(learned.rows, "PyTorch").std(ddof=1)
 odd = int(numpy.argmax(abs(by_ours)))
-lab.read(
-    f"With the book's operators the loss falls from {from_loss:.1f} to {to_loss:.1f}, and ends "
-    f"{abs(offset):.3f} ± {BY_CHANCE * error:.3f} {'above' if offset > 0 else 'below'} PyTorch's"
-    + (
-        f": {len(SEEDS)} seeds show no difference. "
-        if abs(offset) < BY_CHANCE * error
-        else ". That leaves a doubt, because chance alone does this less than once in 20 times. "
-    )
-    + f"From seed to seed PyTorch's own end has a standard deviation of {by_seed:.2f}"
-    + (
-        f"; one seed of the book's lies {abs(by_ours[odd]):.2f} "
-        f"{'above' if by_ours[odd] > 0 else 'below'} PyTorch's."
-        if learned.rows and abs(by_ours[odd]) > 2 * sorted(abs(by_ours))[-2]
-        else "."
-    )
+lab.draw(learned, "The training loss of a tiny model", curves_in_words, loss_curves)
+lab.draw(learned, "How far the losses end apart", losses_in_words, loss_dots)
+lab.together(
+    lab.read(
+        f"The figures: from each of {len(SEEDS)} seeds a tiny model trains {TRAINED} steps under "
+        "autocast. Its text is the package's own source, one byte per token. A thin line of the "
+        "first figure is one seed, a thick one their mean. A seed fixes the parameters and the "
+        "batches, and not the masks of dropout, because our dropout draws other random numbers "
+        "than PyTorch's; so the second figure sets beside it how far two runs of PyTorch's with "
+        "other masks end apart."
+    ),
+    lab.read(
+        f"With our operators the loss falls from {from_loss:.1f} to {to_loss:.1f}. It ends "
+        f"{abs(offset):.3f} {'above' if offset > 0 else 'below'} PyTorch's; the 95 % confidence "
+        f"interval of this mean of {len(SEEDS)} pairs reaches {BY_CHANCE * error:.3f} to either "
+        "side"
+        + (
+            ", so these seeds cannot tell them apart. "
+            if in_noise
+            else ". That leaves a doubt, because chance alone does this less than once in 20 "
+            "times. "
+        )
+        + f"From seed to seed PyTorch's own end has a standard deviation of {by_seed:.2f}"
+        + (
+            f"; one seed ends {abs(by_ours[odd]):.2f} {'above' if by_ours[odd] > 0 else 'below'} "
+            "its partners, the largest difference."
+            if learned.rows and abs(by_ours[odd]) > 2 * sorted(abs(by_ours))[-2]
+            else "."
+        )
+    ),
+    lab.read(
+        "The gradients: we compare those of a small model in float32 with float64, under the same "
+        "masks of dropout. The error with our operators may be at most eight times that with "
+        "PyTorch's, which leaves room for sums in another order."
+    ),
+    same_gradients,
 )
 
 # %%
-
-# Folded: Where each seed ends, and how far two runs of PyTorch's with other masks of dropout differ
-lab.draw(learned, "How far the losses end apart", losses_in_words, loss_dots)
-
-# %%
-# What they are worth in a layer
-# ------------------------------
-#
-# Which operator is worth most, as long as only kernels count? We time forward and backward of one
-# layer under autocast, on the GPU alone. 100 % is the speed of a large matmul by cuBLAS, for the
-# FLOPs of the linear layers and of causal attention.
+# We time forward and backward of one layer under autocast, on the GPU alone. 100 % is the speed of
+# a large matmul by cuBLAS, for the FLOPs of the linear layers and of causal attention.
 
 # Measuring
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
@@ -2092,7 +2160,20 @@ layer = lab.bench(
 # %%
 
 # Drawing
-RUNGS = {"eager": NAMES, "compiled": COMPILED_NAMES}
+RUNGS = {  # in the order of the figure and of the tables
+    "eager": {
+        name: NAMES[name]
+        for name in (
+            "PyTorch",
+            "+ softmax",
+            "SDPA",
+            "+ attention",
+            "+ layer norm",
+            "+ dropout",
+        )
+    },
+    "compiled": COMPILED_NAMES,
+}
 OF_OTHERS = ("PyTorch", "SDPA", "torch.compile", "SDPA, compiled")
 
 
@@ -2143,7 +2224,6 @@ lab.draw(
     layer_in_words,
     layer_bars,
 )
-
 # %%
 
 
@@ -2160,32 +2240,34 @@ def saves(before, after):
 fusing = layer_ms("attention, compiled") / layer_ms("Kernel Book")
 lab.read(
     (
-        "**A faster softmax alone saves little, because the table of scores still goes to memory "
-        f"and back: {saves('PyTorch', '+ softmax'):.2f} ms.** "
+        f"**A faster softmax alone saves {saves('PyTorch', '+ softmax'):.1f} ms of a layer, "
+        "because the table still goes to memory and back; attention that stores no table, and "
+        f"skips its masked half, saves {saves('+ softmax', '+ attention'):.1f} more.** "
         if saves("PyTorch", "+ softmax") < 0.25 * saves("PyTorch", "+ dropout")
-        else f"A faster softmax alone saves {saves('PyTorch', '+ softmax'):.2f} ms. "
+        else f"A faster softmax alone saves {saves('PyTorch', '+ softmax'):.1f} ms, and attention "
+        f"without the table {saves('+ softmax', '+ attention'):.1f} more. "
     )
-    + f"Attention without the table saves {saves('+ softmax', '+ attention'):.2f} more. Layer norm "
-    f"saves another {saves('+ attention', '+ layer norm'):.2f}"
+    + f"Our layer norm saves another {saves('+ attention', '+ layer norm'):.1f}"
     + (
-        ", and dropout nothing that we can see. "
+        ", and our dropout nothing that we can see. "
         if abs(saves("+ layer norm", "+ dropout")) < 0.01 * layer_ms("+ dropout")
-        else f", and dropout {saves('+ layer norm', '+ dropout'):.2f}. "
+        else f", and our dropout {saves('+ layer norm', '+ dropout'):.1f}. "
     )
-    + "Compiled, the book's layer norm and dropout "
+    + "Compiled, our layer norm and dropout "
     + (
         "change less than 1 %"
         if abs(fusing - 1) < 0.01
-        else f"{'save' if fusing > 1 else 'cost'} {100 * abs(1 - 1 / fusing):.0f} %"
+        else f"{'still save' if fusing > 1 else 'cost'} {100 * abs(1 - 1 / fusing):.0f} %"
     )
-    + ", where they replace kernels that the compiler has fused already."
+    + ", although the compiler has fused what they replace; a layer then takes "
+    f"{layer_ms('SDPA, compiled'):.2f} ms with SDPA and {layer_ms('Kernel Book'):.2f} with all of "
+    "ours."
 )
 
 # %%
 # What they are worth in a step
 # -----------------------------
 #
-# Now we train the whole of *large*, with four of these versions, and set a step beside a layer.
 
 # Measuring
 from contextlib import suppress
@@ -2599,21 +2681,6 @@ def spread(row, what="step"):
 
 
 compiled_of = {name: version for version, name in COMPILED_NAMES.items()}
-lab.table(
-    [
-        {
-            "version": NAMES[version],
-            "a layer, eager": shown(layer_ms(version), 2),
-            "a step, eager": shown(step_ms(version), 0),
-            "a layer, compiled": shown(layer_ms(compiled_of[NAMES[version]]), 2),
-            "a step, compiled": shown(step_ms(compiled_of[NAMES[version]]), 0),
-        }
-        for version in STEPPED
-    ]
-    if steps.rows
-    else [],
-    "Milliseconds of a layer, forward and backward on the GPU alone, and of a whole step",
-)
 
 # %%
 
@@ -2623,27 +2690,23 @@ last_in_step = (
     and max(COMPILED_NAMES, key=step_ms) == "Kernel Book"
 )
 our_took, sdpa_took = step_ms("Kernel Book"), step_ms("SDPA, compiled")
+n_layers, of_adamw = SIZES["large"].layers, step("AdamW, ms", "Kernel Book")
+expected = n_layers * layer_ms("Kernel Book") + of_adamw
 lab.read(
-    (
-        "**The order of the bars does not survive: compiled, the book's layer is the fastest, and "
-        "its step the slowest, far behind SDPA's.** "
-        if last_in_step
-        else "**The order of the bars does not survive: compiled, the book's layer is the faster, "
-        "and SDPA's step.** "
-        if layer_ms("Kernel Book") < layer_ms("SDPA, compiled") and sdpa_took < our_took
-        else "**The order of the bars survives.** "
-    )
+    f"With all of ours, compiled, {n_layers} layers of {layer_ms('Kernel Book'):.2f} ms and "
+    f"AdamW's {of_adamw:.1f} ms make {expected:.0f} ms. **The step takes {our_took:.0f}"
     + (
-        "What is it that a layer on the GPU alone does not show?"
-        if sdpa_took < our_took
-        else "But does the GPU alone decide how long a step takes?"
+        ": compiled, the fastest layer has the slowest step.** With SDPA it takes "
+        f"{sdpa_took:.0f}. "
+        if last_in_step
+        else f", with SDPA {sdpa_took:.0f}.** "
     )
 )
 
 # %%
 # A step keeps two machines busy: the GPU runs the kernels, and the host launches every one of them.
-# An operator of ours runs Python where PyTorch's runs C++, and its launch takes longer. The picture
-# follows five launches of a layer; its lengths are schematic.
+# The picture follows five launches of a layer, in which those of our operators, in orange, take
+# longer than PyTorch's; its lengths are schematic.
 #
 # .. image:: /figures/transformer-launches.svg
 #    :alt: Timelines of the host and the GPU for layer norm, qkv, attention, out and dropout. With
@@ -2659,25 +2722,30 @@ lab.read(
 #    The slower of two sets the pace of a step: the GPU, which runs the kernels, or the host, which
 #    launches them.
 #
-# The narrow bar of the figure is the host: a clock is read when the last call of a step returns,
-# before anyone waits for the GPU. The wide bar is the step: in colours its kernels, where *between
-# the matmuls* are layer norm, dropout, GELU, additions and casts, and dotted the time in which the
-# GPU waits.
+# In the figure the narrow bar is the time in which the host launches a step, with a line over the
+# middle 60 % of the times. The wide bar is the step: in colours its kernels, where *between the
+# matmuls* are layer norm, dropout, GELU, additions, casts, scale and mask; dotted is the time in
+# which the GPU waits.
 
 # Drawing
 FOLLOWED = {  # the versions that are drawn, and what the figure calls them
-    "eager": {version: NAMES[version] for version in STEPPED if version != "PyTorch"},
-    "compiled": {
-        name: COMPILED_NAMES[name] for name in COMPILED_NAMES if name != "torch.compile"
-    },
+    "eager": {version: NAMES[version] for version in STEPPED},
+    "compiled": COMPILED_NAMES,
 }
 KIND_NAMES = {kind: kind for kind in KINDS} | {"between": "between the matmuls"}
 INKS = {
     "linear layers": lab.colour("matmul"),
-    "attention": lab.colour("Kernel Book"),
-    "between": lab.colour("PyTorch"),
-    "AdamW": lab.colour("torch.compile"),
+    "attention": lab.colour("SDPA flash"),
+    "between": lab.colour("torch.compile"),
+    "AdamW": lab.colour("quack"),
 }
+
+
+def mark_ours(axes):
+    """Write the names of our versions in the colour of the book."""
+    for label in axes.get_yticklabels():
+        if "our" in label.get_text():
+            label.set_color(lab.colour("Kernel Book"))
 
 
 def steps_in_words(rows):
@@ -2696,7 +2764,7 @@ def steps_in_words(rows):
 
 
 def step_bars(axes, rows):
-    axes.figure.set_size_inches(5.4, 6)
+    axes.figure.set_size_inches(5.4, 7)
     axes.grid(axis="x", visible=True)
     axes.grid(axis="y", visible=False)
     rows = {row["version"]: row for row in timed(rows)}
@@ -2712,20 +2780,23 @@ def step_bars(axes, rows):
             ticks[place] = label
             row = rows[name]
             host, took, reached = row["host p50, ms"], row["step p50, ms"], 0
+            low, high = row["host p20, ms"], row["host p80, ms"]
             axes.barh(place - 0.34, host, 0.16, color=grey, alpha=0.45)
-            beside(axes, host, place - 0.36, f"host {host:.0f}")
+            axes.plot([low, high], [place - 0.34] * 2, color=grey, linewidth=1)
+            beside(axes, max(host, high), place - 0.36, f"host {host:.0f}")
             for kind, ink in INKS.items():
                 axes.barh(place, row[f"{kind}, ms"], 0.44, left=reached, color=ink)
                 reached += row[f"{kind}, ms"]
             axes.barh(place, max(0, took - reached), 0.44, left=reached, **rest)
             label = f"step {took:.0f}, kernels {row['busy, ms']:.0f}"
             beside(axes, max(took, reached), place + 0.04, label)
-            longest = max(longest, host, took)
+            longest = max(longest, high, took)
         place += 1.2
     axes.set_yticks(list(ticks), list(ticks.values()))
+    mark_ours(axes)
     axes.set_ylim(place - 0.6, -0.6)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlim(0, 1.36 * longest)
+    axes.set_xlim(0, 1.32 * longest)
     axes.set(xlabel="ms of a training step")
     axes.barh(1, 0, color=grey, alpha=0.45, label="host launches")
     for kind, ink in INKS.items():
@@ -2734,40 +2805,6 @@ def step_bars(axes, rows):
 
 
 lab.draw(steps, "A step of large at 1,024, by host and GPU", steps_in_words, step_bars)
-
-# %%
-
-
-# Reading
-our_host, sdpa_host = host_ms("+ dropout"), host_ms("SDPA")
-with_ours = ("+ attention", "+ dropout", "attention, compiled", "Kernel Book")
-waits = {
-    name: host_ms(name) / busy_ms_of(name)
-    for versions in FOLLOWED.values()
-    for name in versions
-}
-paces = all(waits[name] > 1.1 for name in with_ours)
-compiled_host, eager_host = step_row("Kernel Book"), step_row("+ dropout")
-lab.read(
-    (
-        "**With operators of the book the host sets the pace, because it needs longer for the "
-        "launches than the GPU for the kernels.** With SDPA it does so by less. "
-        if paces
-        else ""
-    )
-    + f"Eager, it launches a step in {our_host:.0f} ms with all of ours, and in {sdpa_host:.0f} "
-    "with SDPA. "
-    + (
-        "Compiling changes our launches by less than they scatter"
-        if overlap(compiled_host, eager_host, "host")
-        else "Compiling shortens our launches"
-        if compiled_host["host p50, ms"] < eager_host["host p50, ms"]
-        else "Compiling lengthens our launches, probably because compiled code calls our operators "
-        "through PyTorch's dispatcher"
-    )
-    + ". Launch times scatter, so we trust this gap to SDPA, and not the order of our versions. "
-    "The launches of one layer, in the fold, scatter less."
-)
 
 # %%
 
@@ -2786,7 +2823,74 @@ dearer = {  # by how many milliseconds each of our operators lengthens the launc
     ADDED[after]: of_layer_host(after) - of_layer_host(before)
     for before, after in pairwise(("SDPA", *ADDED))
 }
-dearest = max(dearer, key=dearer.get)
+
+
+def middle_of(row, what="host"):
+    """The middle 60 % of some times, as text."""
+    return "{:.0f} to {:.0f}".format(*(row[f"{what} {q}, ms"] for q in ("p20", "p80")))
+
+
+# %%
+
+# Reading
+our_host, sdpa_host = host_ms("+ dropout"), host_ms("SDPA")
+with_ours = ("+ attention", "+ dropout", "attention, compiled", "Kernel Book")
+waits = {
+    name: host_ms(name) / busy_ms_of(name)
+    for versions in FOLLOWED.values()
+    for name in versions
+}
+paces = all(waits[name] > 1.1 for name in with_ours)
+lab.read(
+    (
+        "**With our operators the host sets the pace, because it needs longer for the launches "
+        "than the GPU for the kernels.** With SDPA it does so by less. "
+        if paces
+        else ""
+    )
+    + (
+        f"By the medians even the compiled formula, {step_ms('torch.compile'):.0f} ms, is faster "
+        f"than all of ours, {our_took:.0f}. "
+        if our_took > step_ms("torch.compile")
+        else ""
+    )
+    + "Launch times scatter: the middle 60 % of the eager steps took the host "
+    f"{middle_of(step_row('+ dropout'))} ms with all of ours and {middle_of(step_row('SDPA'))} "
+    "with SDPA. So we trust this gap, but not the order of our versions or what compiling changes "
+    "in their launches."
+)
+
+# %%
+
+# Reading
+lab.read(
+    "The launches of a single layer scatter less. They take "
+    f"{of_layer_host('SDPA'):.1f} ms with SDPA; our attention adds {dearer['attention']:.1f} ms, "
+    f"our layer norm {dearer['layer norm']:.1f} and our dropout {dearer['dropout']:.1f}. A launch "
+    "of ours runs Python where PyTorch's runs C++; we did not measure which part of that takes the "
+    "time."
+)
+
+# %%
+
+# Reading
+saved_peak = step("peak, GiB", "PyTorch") - step("peak, GiB", "SDPA")
+lab.read(
+    "**Without the table the peak of an eager step falls from "
+    f"{step('peak, GiB', 'PyTorch'):.1f} GiB to {step('peak, GiB', 'SDPA'):.1f} with SDPA and "
+    f"to {step('peak, GiB', '+ dropout'):.1f} with all of ours**; the tables alone were counted at "
+    f"{in_tables:.1f}. Most casts and copies go with the table: between the matmuls, where they "
+    "count, the eager formula spends "
+    f"{step('between, ms', 'PyTorch'):.0f} ms and SDPA "
+    f"{step('between, ms', 'SDPA'):.0f}."
+    if saved_peak > 0.8 * in_tables
+    else "The peak of an eager step is "
+    f"{step('peak, GiB', 'PyTorch'):.1f} GiB with the formula, {step('peak, GiB', 'SDPA'):.1f} "
+    f"with SDPA and {step('peak, GiB', '+ dropout'):.1f} with all of ours; the tables alone were "
+    f"counted at {in_tables:.1f}."
+)
+
+# %%
 
 
 # Drawing
@@ -2799,94 +2903,94 @@ def layer_spread(version):
 
 # %%
 
-# Folded: The launches of one layer, by version
-lab.table(
-    [
-        {
-            "version": name,
-            "eager, ms": layer_spread(version),
-            "compiled, ms": layer_spread(compiled_of[name])
-            if name in compiled_of
-            else "—",
-            "kernels, eager, ms": shown(layer_ms(version), 2),
-        }
-        for version, name in NAMES.items()
-    ]
-    if layer_host.rows
-    else [],
-    "How long the host takes to launch forward and backward of one layer of large, while nothing "
-    "is queued: medians of 120 calls, and the middle 60 % of them. Of our operators, "
-    f"{dearest} adds the most, {dearer[dearest]:.2f} ms",
-)
-
-# %%
-
-# Folded: The steps in numbers, and the kinds of their kernels
-lab.table(
-    [
-        {
-            "mode": mode,
-            "version": label,
-            "step": spread(BY_VERSION[name]),
-            "host": spread(BY_VERSION[name], "host"),
-            "peak, GiB": shown(BY_VERSION[name]["peak, GiB"]),
-            "steps": BY_VERSION[name]["steps"],
-        }
-        | {KIND_NAMES[kind]: shown(BY_VERSION[name][f"{kind}, ms"]) for kind in KINDS}
-        | {"kernels": shown(BY_VERSION[name]["busy, ms"])}
-        for mode, versions in RUNGS.items()
-        for name, label in versions.items()
-        if name in BY_VERSION
-    ],
-    "Milliseconds of a step of large at 1,024, and of the host to launch it, each with the middle "
-    "60 % of its times, and the peak of the step's memory. SDPA runs with its faster backend, "
-    + listed(sorted({row["SDPA backend"] for row in steps.rows}) or ["—"])
-    + ". The kernels are those of other steps, under the profiler. In the formula, between the "
-    "matmuls includes scale and mask, and the host's time is an upper bound, because a host that "
-    "is a thousand launches ahead waits for the GPU",
-)
-
-# %%
-
-# Folded: How do softmax and the matmuls inside attention compare, in time and in FLOPs?
+# Folded: How do softmax and the matmuls inside attention compare, and the steps in numbers
 softmax_took = in_groups("bfloat16", ["softmax"])
 took_inside = {
     "matmuls": (12 * head, step("attention, ms", "PyTorch") - softmax_took),
     "softmax": (9, softmax_took),
 }
-lab.table(
-    [
-        {
-            "inside attention": what,
-            "FLOPs per score": flops,
-            "TFLOP": round(flops * n_scores / 1e12, 2),
-            "ms": round(milli, 1),
-            "TFLOP/s": round(flops * n_scores / milli / 1e9, 1),
-        }
-        for what, (flops, milli) in took_inside.items()
-    ]
-    if steps.rows and profile_of.rows
-    else [],
-    "Both passes of the eager formula under autocast, in a step of large at 1,024, without scale, "
-    "mask and casts. Backward does four matmuls for the two of forward; softmax does about five "
-    "FLOPs per score in forward and four in backward. "
-    + (
-        f"The matmuls do {12 * head / 9:.0f} times the FLOPs in less time. "
-        if took_inside["matmuls"][1] < took_inside["softmax"][1]
-        else ""
-    )
-    + "Their time is that of attention in the fold above less that of softmax, which is from "
-    "another profile",
+lab.together(
+    lab.table(
+        [
+            {
+                "mode": mode,
+                "version": label,
+                "step": spread(BY_VERSION[name]),
+                "host": spread(BY_VERSION[name], "host"),
+                "as a graph": shown(step_ms(ALL_GRAPHS.get(name))),
+                "peak, GiB": shown(BY_VERSION[name]["peak, GiB"]),
+                "steps": BY_VERSION[name]["steps"],
+            }
+            | {
+                KIND_NAMES[kind]: shown(BY_VERSION[name][f"{kind}, ms"])
+                for kind in KINDS
+            }
+            | {"kernels": shown(BY_VERSION[name]["busy, ms"])}
+            for mode, versions in RUNGS.items()
+            for name, label in versions.items()
+            if name in BY_VERSION
+        ],
+        "Milliseconds of a step of large at 1,024, and of the host to launch it, each with the "
+        "middle 60 % of its times; those of a step as a graph, which the next section makes; and "
+        "the peak of the step's memory. SDPA runs with its faster backend, "
+        + listed(sorted({row["SDPA backend"] for row in steps.rows}) or ["—"])
+        + ". The kernels are those of other steps, under the profiler. The host's time ends when "
+        "the last call of a step returns, before anyone waits for the GPU; it and the step are "
+        "medians of different steps and can be some ms apart. In the formula the host's "
+        "time is an upper bound, because a host that is a thousand launches ahead waits for the "
+        f"GPU. For the {norms} layer norms of a step, writing bfloat16 spares "
+        f"{16 * norms * per_norm / 1e9:.1f} GB in both passes, or "
+        f"{1e3 * 16 * norms * per_norm / of_memory:.1f} ms at the speed of a copy",
+    ),
+    lab.table(
+        [
+            {
+                "version": name,
+                "eager, ms": layer_spread(version),
+                "compiled, ms": layer_spread(compiled_of[name])
+                if name in compiled_of
+                else "—",
+                "kernels, eager, ms": shown(layer_ms(version), 2),
+            }
+            for version, name in RUNGS["eager"].items()
+        ]
+        if layer_host.rows
+        else [],
+        "How long the host takes to launch forward and backward of one layer of large, while "
+        "nothing is queued: medians of 120 calls, and the middle 60 % of them",
+    ),
+    lab.table(
+        [
+            {
+                "inside attention": what,
+                "FLOPs per score": flops,
+                "TFLOP": round(flops * n_scores / 1e12, 2),
+                "ms": round(milli, 1),
+                "TFLOP/s": round(flops * n_scores / milli / 1e9, 1),
+            }
+            for what, (flops, milli) in took_inside.items()
+        ]
+        if steps.rows and profile_of.rows
+        else [],
+        "Both passes of the eager formula under autocast, in a step of large at 1,024, without "
+        "scale, mask and casts. Backward does four matmuls for the two of forward; softmax does "
+        "about five FLOPs per score in forward and four in backward. "
+        + (
+            f"The matmuls do {12 * head / 9:.0f} times the FLOPs in less time. "
+            if took_inside["matmuls"][1] < took_inside["softmax"][1]
+            else ""
+        )
+        + "Their time is that of attention in the first table less that of softmax, which is from "
+        "another profile",
+    ),
 )
 
 # %%
 # One launch for a whole step
 # ---------------------------
 #
-# How fast are the same kernels if no launch delays them? A :term:`CUDA graph` records the launches
-# of a step once; from then on one call of the host replays them all. Our step is
-# ``training.whole()``: forward, backward and optimiser. ``model`` is a version from above, compiled
-# or eager.
+# A :term:`CUDA graph` records the launches of a step once; from then on one call of the host
+# replays them all.
 #
 # .. code-block:: python
 #
@@ -2906,20 +3010,23 @@ lab.table(
 #    graph.replay()                   # one step, with new masks of dropout
 #
 # A capture takes place on a stream of its own. A step runs there first, because what happens only
-# once must not be recorded: compiling, and what libraries set up for a new stream. Streams do not
-# wait for each other by themselves, so ``wait_stream`` keeps the order. ``capturable`` says that
-# AdamW counts its steps on the GPU, without which PyTorch refuses the capture; set before, it draws
-# a warning.
+# once must not be recorded: compiling, and what libraries set up for a new stream. ``wait_stream``
+# keeps the order, because streams do not wait for each other by themselves. ``capturable`` makes
+# AdamW count its steps on the GPU, without which PyTorch refuses the capture; set it after the
+# first step, because earlier it draws a warning.
 #
-# Each replay has new masks: before it, PyTorch writes the state of its generator into memory of the
-# GPU that the graph reads.
+# **A graph reads its batch from the memory where it lay at capture**, so the next batch must be
+# copied there: ``training.tokens.copy_(batch)``. After ``training.tokens = batch`` the graph trains
+# on the old batch again, without an error (see *What breaks it*). The masks of dropout are new in
+# each replay, because PyTorch writes the state of its generator into memory that the graph reads,
+# and our dropout draws its seed from that generator on the GPU.
 
 # Folded: The function that captures, whole
 lab.source(decoder.captured)
 
 # %%
 
-# Measuring
+# Drawing
 MODES = {
     "eager": {name: NAMES[name] for name in ("PyTorch", "SDPA", "+ dropout")},
     "compiled": {
@@ -2927,23 +3034,64 @@ MODES = {
         for name in ("torch.compile", "SDPA, compiled", "Kernel Book")
     },
 }
-lab.table(
-    [
-        {
-            "mode": mode,
-            "version": label,
-            "kernels": shown(busy_ms_of(name)),
-            "by the host": shown(step_ms(name)),
-            "as a graph": shown(step_ms(ALL_GRAPHS[name])),
-            "peak, GiB": shown(step("peak, GiB", name)),
-        }
+
+
+def graphs_in_words(rows):
+    rows = {row["version"]: row for row in timed(rows)}
+    return "Milliseconds of a step, launched by the host and as a graph. " + " ".join(
+        f"{mode.capitalize()}: "
+        + "; ".join(
+            f"{label} {rows[name]['step p50, ms']:.1f} and "
+            f"{rows[ALL_GRAPHS[name]]['step p50, ms']:.1f}"
+            for name, label in versions.items()
+            if name in rows and ALL_GRAPHS[name] in rows
+        )
+        + "."
         for mode, versions in MODES.items()
-        for name, label in versions.items()
-    ]
-    if steps.rows
-    else [],
-    "Milliseconds of a step: its kernels, launched by the host, and as a graph",
-)
+    )
+
+
+def graph_dots(axes, rows):
+    axes.figure.set_size_inches(5.4, 3.6)
+    axes.grid(axis="x", visible=True)
+    axes.grid(axis="y", visible=False)
+    rows = {row["version"]: row for row in timed(rows)}
+    grey, ink = lab.colour("copy"), lab.colour("SDPA flash")
+    place, ticks, longest = 0, {}, 0
+    for mode, versions in MODES.items():
+        axes.text(1, place, mode, va="center", fontsize=11, fontweight="bold")
+        for name, label in versions.items():
+            if name not in rows or ALL_GRAPHS[name] not in rows:
+                continue
+            place += 1
+            ticks[place] = label
+            took = rows[name]["step p50, ms"]
+            graph_took = rows[ALL_GRAPHS[name]]["step p50, ms"]
+            axes.plot([graph_took, took], [place] * 2, color=grey, linewidth=1.5)
+            axes.plot(took, place, "o", color=grey, markersize=8)
+            axes.plot(graph_took, place, "D", color=ink, markersize=8)
+            axes.annotate(
+                f"{graph_took:.1f}",
+                (graph_took, place),
+                xytext=(-8, 0),
+                textcoords="offset points",
+                ha="right",
+                va="center",
+                fontsize=10,
+            )
+            longest = max(longest, took, graph_took)
+        place += 1.2
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    mark_ours(axes)
+    axes.set_ylim(place - 0.6, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlim(0, 1.06 * longest)
+    axes.set(xlabel="ms of a training step")
+    axes.plot([], [], "D", color=ink, markersize=8, label="as a graph")
+    axes.plot([], [], "o", color=grey, markersize=8, label="launched by the host")
+
+
+lab.draw(steps, "The same steps as CUDA graphs", graphs_in_words, graph_dots)
 
 # %%
 
@@ -2952,36 +3100,28 @@ graphed, sdpa_graphed = ALL_GRAPHS["Kernel Book"], ALL_GRAPHS["SDPA, compiled"]
 eager_graphed = ALL_GRAPHS["+ dropout"]
 no_waiting = step_ms(graphed) < 1.05 * busy_ms_of(graphed)
 gained = {name: step_ms(name) / step_ms(title) for name, title in ALL_GRAPHS.items()}
-lab.read(
-    measured(
-        "**So it was the host: as a graph, the book's compiled step takes "
-        f"{step_ms(graphed):.0f} ms instead of {our_took:.0f}.** "
-        if no_waiting and gained["Kernel Book"] > 1.1
-        else f"As a graph, the book's compiled step takes {step_ms(graphed):.0f} ms instead of "
-        f"{our_took:.0f}. ",
-        step_ms(graphed),
-    )
-    + measured(
-        "Its difference from the graph with SDPA is within the scatter."
-        if not differs(step_row(sdpa_graphed), step_row(graphed))
-        else "It is faster than the graph with SDPA."
-        if step_ms(graphed) < step_ms(sdpa_graphed)
-        else "It is slower than the graph with SDPA.",
-        step_ms(graphed),
-        step_ms(sdpa_graphed),
-    )
-)
-
-# %%
-
-
-# Reading
 by_kernels = busy_ms_of(sdpa_graphed) - busy_ms_of(graphed)
 by_step = step_ms(sdpa_graphed) - step_ms(graphed)
 by_compiling = step_ms(eager_graphed) - step_ms(graphed)
 lab.read(
     measured(
-        "A graph alone, without compiling, takes the step with our operators from "
+        "**So it was the host: as a graph, the compiled step with all of ours takes "
+        f"{step_ms(graphed):.0f} ms instead of {our_took:.0f}"
+        if no_waiting and gained["Kernel Book"] > 1.1
+        else "**As a graph, the compiled step with all of ours takes "
+        f"{step_ms(graphed):.0f} ms instead of {our_took:.0f}",
+        step_ms(graphed),
+    )
+    + measured(
+        ".** Its difference from the graph with SDPA is within the scatter. "
+        if not differs(step_row(sdpa_graphed), step_row(graphed))
+        else f", and is {by_step:.1f} ms faster than the graph with SDPA.** "
+        if by_step > 0
+        else f", and is {-by_step:.1f} ms slower than the graph with SDPA.** ",
+        by_step,
+    )
+    + measured(
+        "A graph alone, without compiling, takes the step with all of ours from "
         f"{step_ms('+ dropout'):.0f} ms to {step_ms(eager_graphed):.0f}"
         + (
             f", and compiling saves another {by_compiling:.1f}. "
@@ -2997,26 +3137,15 @@ lab.read(
         else f"From the eager formula it takes {100 - 100 / gained['PyTorch']:.0f} %. ",
         gained["PyTorch"],
     )
-    + measured(
-        f"Compiled, our graph's kernels are {by_kernels:.1f} ms shorter than those with SDPA in "
-        "profiles of their own, and its step is "
-        + (
-            f"{by_step:.1f} ms shorter."
-            if by_step > 0
-            else f"{-by_step:.1f} ms longer, which we cannot explain."
-        )
-        if by_kernels > 0.5 and by_kernels - by_step > 0.5
-        else "",
-        by_kernels,
-    )
+    + "What each of our operators is worth in a graph we did not measure."
 )
 
 # %%
 # Other sizes, and a longer context
 # ---------------------------------
 #
-# Is that so in other models? The two compiled steps, with SDPA and with our operators, race in
-# three more sizes, and in *large* at a context of 16,384 with a single sequence.
+# The two compiled steps, with SDPA and with all of ours, race in three more sizes, and in *large*
+# at a context of 16,384 with a single sequence. We did not time *small*.
 
 # Measuring
 RACES = (
@@ -3112,7 +3241,7 @@ lab.table(
                 rows[name]["step p50, ms"], 0 if name in without else 1
             )
             for name, label in zip(
-                (*graphs, *without), ("SDPA", "the book's") * 2, strict=True
+                (*graphs, *without), ("SDPA", "ours") * 2, strict=True
             )
         }
         for model, rows in race.items()
@@ -3120,7 +3249,6 @@ lab.table(
     f"Milliseconds of a compiled step, at a context of {CONTEXT:,} unless named: as a graph, and "
     "launched by the host",
 )
-
 # %%
 
 
@@ -3160,7 +3288,7 @@ lab.read(
     (
         f"**As graphs, our operators win in {listed(ahead)}"
         if ahead
-        else "**As graphs, our operators win in no model"
+        else "**As graphs, our operators win nowhere"
     )
     + (f", and lose in {listed(behind)}" if behind else ", and lose nowhere")
     + ".** "
@@ -3210,11 +3338,7 @@ def clear(model, kind):
     return abs(longer(model, f"{kind}, ms")) > noise
 
 
-APART = {
-    "linear layers": lab.colour("matmul"),
-    "attention": lab.colour("Kernel Book"),
-    "between": lab.colour("PyTorch"),
-}
+APART = {kind: INKS[kind] for kind in ("linear layers", "attention", "between")}
 
 
 with_profiles = [model for model in race if not math.isnan(longer(model, "busy, ms"))]
@@ -3228,7 +3352,9 @@ def kinds_in_words(_):
         )
         for model in with_profiles
     )
-    return f"Milliseconds that kernels take longer with the book's: {'; '.join(said)}."
+    return (
+        f"Milliseconds that kernels take longer with our operators: {'; '.join(said)}."
+    )
 
 
 def kind_bars(axes, _):
@@ -3262,7 +3388,7 @@ def kind_bars(axes, _):
     axes.set_yticks(range(len(with_profiles)), with_profiles)
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
-    axes.set(xlabel="ms longer (right) or shorter (left) with the book's operators")
+    axes.set(xlabel="ms longer (right) or shorter (left) with our operators")
     handles = [
         axes.barh(0, 0, color=ink, label=KIND_NAMES[kind])
         for kind, ink in APART.items()
@@ -3272,11 +3398,6 @@ def kind_bars(axes, _):
         handles += axes.plot([], [], label="scatter of the profiles", **look)
     axes.legend(handles=handles, loc="lower left", frameon=False)
 
-
-# %%
-
-# Folded: The kinds of kernels in which the two graphs differ
-lab.draw(more, "Where the two graphs differ", kinds_in_words, kind_bars)
 
 # %%
 
@@ -3297,61 +3418,84 @@ FEW = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five"}
 def tally(kind):
     """In which models a kind of kernels takes less or more time with the book's operators."""
     faster, slower = sides[kind, -1], sides[kind, 1]
+    even = [model for model in race if model not in faster + slower]
     return (
-        f"less time in {FEW[len(faster)]} of {FEW[len(race)]} models"
-        if faster
-        else "less time in no model"
-    ) + (f" and more in {listed(slower)}" if slower else "")
+        (f"less time in {listed(faster)}" if faster else "less time nowhere")
+        + (f", more in {listed(slower)}" if slower else "")
+        + (f", and the same within the scatter in {listed(even)}" if even else "")
+    )
 
 
 pads = number(of_heads, "the book's, ms", 80) / number(of_heads, "the book's, ms", 128)
 lab.read(
-    "Profiles compare the kernels of the two graphs. Between the matmuls ours take "
-    f"{tally('between')}. In attention they take {tally('attention')}. "
-    + (
-        "Our kernels pad the heads of 2.7B, which have 80 numbers, to 128. They take "
-        f"{100 * pads:.0f} % of the time of heads of 128"
-        + (
-            ", for 5/8 of the FLOPs, so most of what they cost is probably padding. "
-            if pads > 0.9
-            else ", for 5/8 of the FLOPs, so the padding costs something. "
-            if pads > 0.7
-            else ", so the padding does not explain it. "
-        )
+    (
+        "In 2.7B our attention, which pads heads of 80 numbers to 128, takes longer than SDPA's."
         if "2.7B" in sides["attention", 1]
-        else ""
+        else f"Between the matmuls our kernels take {tally('between')}."
     )
     + ("" if race else f"{nan}")
 )
 
 # %%
 
-# Folded: These races in numbers
-lab.table(
-    [
-        {
-            "model": model,
-            "graph": label,
-            "step": spread(rows[name]),
-            "steps": rows[name]["steps"],
-            "kernels": shown(rows[name]["busy, ms"]),
-        }
-        | {KIND_NAMES[kind]: shown(rows[name][f"{kind}, ms"]) for kind in KINDS}
-        for model, rows in race.items()
-        for name, label in zip(graphs, ("SDPA", "the book's"), strict=True)
-    ],
-    "Milliseconds of a step as a graph, with the middle 60 % of them, and of its kernels by kind, "
-    "the medians of three profiles. We call two steps different if their medians are at least 1 % "
-    "apart and the middle 60 % of their times do not overlap",
+# Folded: In which kernels do the two graphs differ, and these races in numbers
+lab.draw(more, "Where the two graphs differ", kinds_in_words, kind_bars)
+lab.together(
+    lab.read(
+        "Profiles compare the kernels of the two graphs. Between the matmuls ours take "
+        f"{tally('between')}. In attention they take {tally('attention')}. "
+        + (
+            "In the shape of 2.7B our attention takes "
+            + (
+                "about as long for heads of 80 as for heads of 128"
+                if pads > 0.9
+                else "less time for heads of 80 than for heads of 128"
+            )
+            + f" ({100 * pads:.0f} %), for 5/8 of the useful FLOPs. "
+            + (
+                "Padding is probably why SDPA is faster there; we have not removed it to see. "
+                if pads > 0.9 and "2.7B" in sides["attention", 1]
+                else ""
+            )
+            if pads == pads
+            else ""
+        )
+        + measured(
+            f"Between the two compiled graphs of large, the kernels differ by {by_kernels:.1f} ms "
+            f"in profiles of replays, and the steps by {by_step:.1f}. A step takes "
+            f"{step_ms(sdpa_graphed) - busy_ms_of(sdpa_graphed):.1f} ms longer than its kernels "
+            f"with SDPA and {step_ms(graphed) - busy_ms_of(graphed):.1f} with ours; we did not "
+            "measure what fills this time.",
+            by_kernels,
+            by_step,
+        )
+    ),
+    lab.table(
+        [
+            {
+                "model": model,
+                "graph": label,
+                "step": spread(rows[name]),
+                "steps": rows[name]["steps"],
+                "kernels": shown(rows[name]["busy, ms"]),
+            }
+            | {KIND_NAMES[kind]: shown(rows[name][f"{kind}, ms"]) for kind in KINDS}
+            for model, rows in race.items()
+            for name, label in zip(graphs, ("SDPA", "ours"), strict=True)
+        ],
+        "Milliseconds of a step as a graph, with the middle 60 % of them, and of its kernels by "
+        "kind, the medians of three profiles. We call two steps different if their medians are at "
+        "least 1 % apart and the middle 60 % of their times do not overlap",
+    ),
 )
 
 # %%
 # What breaks it
 # --------------
 #
-# **Parameters in bfloat16.** Autocast leaves the parameters in float32, and that is no waste: in
-# bfloat16 an update smaller than half the gap to the next number is rounded away, however often it
-# comes.
+# **Parameters in bfloat16.** Autocast leaves the parameters in float32, although it must then cast
+# them for each matmul, because in bfloat16 an update smaller than half the gap to the next number
+# is rounded away, however often it comes.
 
 for dtype in (torch.float32, torch.bfloat16):
     weight = torch.ones((), dtype=dtype)
@@ -3360,10 +3504,8 @@ for dtype in (torch.float32, torch.bfloat16):
     print(f"{dtype}: {weight.item():.4f} after 1,000 updates of -0.001")
 
 # %%
-# **A graph replayed on other data.** A CUDA graph reads its batch from the memory where it lay at
-# capture. So ``training.tokens.copy_(batch)`` gives it the next one. ``training.tokens = batch``
-# only gives the name to other memory, and the graph trains on the old batch again, without an
-# error. A graph of a sum shows it: captured for four zeros, it is to add up four ones.
+# **A graph replayed on other data.** A graph of a sum shows the mistake. It was captured for four
+# zeros, and is to add up four ones.
 
 
 def sums_of_replays():
@@ -3382,7 +3524,19 @@ def sums_of_replays():
     return [{"batch = next_batch": renamed, "copy_(next_batch)": total.item()}]
 
 
-lab.measure("The sum that the graph returns", sums_of_replays)
+# %%
+
+# Measuring
+replayed = lab.measure("The sum that the graph returns", sums_of_replays)
+
+# %%
+
+# Reading
+renamed, copied = (replayed.rows[0] if replayed.rows else {"": nan, " ": nan}).values()
+lab.read(
+    f"After `batch = next_batch` the graph returns {renamed:.0f}, and after `copy_(next_batch)` it "
+    f"returns {copied:.0f}."
+)
 
 # %%
 # In short
@@ -3391,14 +3545,24 @@ lab.measure("The sum that the graph returns", sums_of_replays)
 
 # Reading
 lab.read(
-    "**As long as attention stores its table, most of a step in bfloat16 moves bytes.** Count them "
-    "in the profile and in what forward keeps: both point at that table. "
+    "**As long as attention stores its table, most of a step in bfloat16 moves bytes, and the "
+    "table is the largest tensor to move and to keep.** "
     + (
         "To replace it is worth more than all other operators together, with PyTorch's fused "
-        "attention or with the book's."
+        "attention or with the book's: "
         if saves("PyTorch", "+ attention") > 0.8 * saves("PyTorch", "+ dropout")
-        else "Attention without it, the book's or PyTorch's, is what shortens the kernels most."
+        else "Attention without it, the book's or PyTorch's, is what shortens the kernels most: "
     )
+    + f"the kernels of an eager step fall from {busy_ms_of('PyTorch'):.0f} ms to "
+    f"{busy_ms_of('SDPA'):.0f} with SDPA and {busy_ms_of('+ dropout'):.0f} with all of ours, and "
+    f"the peak of its memory from {step('peak, GiB', 'PyTorch'):.0f} GiB to "
+    + " and ".join(
+        sorted(
+            {f"{step('peak, GiB', name):.0f}" for name in ("SDPA", "+ dropout")},
+            reverse=True,
+        )
+    )
+    + "."
 )
 
 # %%
@@ -3415,12 +3579,13 @@ lab.read(
     )
     + (
         f"As graphs, our operators are ahead of SDPA in {FEW[len(ahead)]} of {FEW[len(by_model)]} "
-        "models"
+        "cases"
         if ahead
-        else "As graphs, our operators are ahead of SDPA in no model"
+        else "As graphs, our operators are ahead of SDPA in no case"
     )
     + (f" and behind in {FEW[len(behind)]}." if behind else ", and never behind.")
 )
+
 
 # %%
 # Exercises
@@ -3445,7 +3610,15 @@ for name, size in SIZES.items():
     linear, scores = 72 * size.d_model**2, 7 * context * size.d_model
     assert abs(linear - scores) / linear < 1e-3
     rows.append({"size": name, "context": context})
-lab.table(rows, "From here on attention does most of the work")
+lab.table(
+    rows,
+    "From here on attention does most of the work"
+    + (
+        f"; large at {LONG:,}, which raced above, lies beyond"
+        if 72 * SIZES["large"].d_model // 7 < LONG
+        else ""
+    ),
+)
 
 # %%
 # **2. What fits?** 2.7B has 2.57 billion parameters, a :math:`d` of 2,560, :math:`f = 4 d`, and 32

@@ -91,7 +91,8 @@ VARLEN = {
 ``attention.varlen_backward``. Parts of dq are always added in a fixed order.
 
 Measured as ``choice.VARLEN``, plain Triton first, in ms: at head_dim 64, 11.8 and 10.1 full, 6.95
-and 6.18 causal, 2.45 and 2.50 with the window; at head_dim 128, 2.09 and 1.86 with it."""
+and 6.49 causal, 2.45 and 2.51 with the window; at head_dim 128, 10.6 and 8.24, 5.70 and 4.83, 2.09
+and 1.87. The chapter on attention in models records head_dim 128 with a causal mask."""
 
 
 def choose(head_dim: int, mask: str, deterministic: bool, keys: int) -> Config | None:

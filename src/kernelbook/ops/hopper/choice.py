@@ -87,7 +87,7 @@ VARLEN = {
     (64, "causal"): None,
     (64, "window"): None,
     (128, "full"): ONE_TILE,
-    (128, "causal"): ONE_TILE,
+    (128, "causal"): None,
     (128, "window"): ONE_TILE,
 }
 """The same for packed sequences, whose lengths the host does not know, by head_dim and mask alone;
@@ -95,8 +95,9 @@ None is the kernel of ``attention.varlen``. Each program computes one tile.
 
 Measured on an H100 in bfloat16, with 32 sequences of 128 to 4,096 tokens and 2,048 columns, plain
 Triton first, in ms: at head_dim 64, 4.15 and 3.66 full, 2.20 and 2.22 causal, 0.96 and 1.03 with a
-window of 256 keys; at head_dim 128, 0.70 and 0.65 with that window. The chapter on attention in
-models records head_dim 128 with a causal mask."""
+window of 256 keys; at head_dim 128, 3.30 and 2.95 full, 1.62 and 1.70 causal, 0.70 and 0.65 with
+that window. A program of one tile is short there, and what begins and ends it counts: with a single
+causal sequence of 16,384 tokens the Gluon kernel gained, 2.10 and 1.77."""
 
 VARLEN_DEFAULTS = {64: WIDE, 128: ONE_TILE}
 """The configuration for who asks for Gluon where plain Triton is faster."""
