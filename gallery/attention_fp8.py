@@ -557,9 +557,8 @@ lab.together(
 #
 # **So the kernel multiplies its weights by 256 before it rounds them.** Then 0.0005 becomes 0.128,
 # which is stored as 0.125. The factor :math:`2^8` never has to be undone: it cancels, because the
-# denominator also sums :math:`2^8 p_j`. It takes no multiplication either, because
-# :math:`2^8\, 2^{x} = 2^{x + 8}`. But :math:`2^9` is too much: the largest weights would become 512
-# and be stored as 448.
+# denominator also sums :math:`2^8 p_j`. But :math:`2^9` is too much: the largest weights would
+# become 512 and be stored as 448.
 #
 # In language models one key is often far ahead of the others (Xiao and others, 2023). We compute
 # such a case in float64: one key (the arrow) is 6 ahead of 4,096 normal scores of deviation 0.5.
@@ -1157,10 +1156,8 @@ out = attention(q_8, k_8, v_8)
 # A kernel that is meant to round cannot be compared with the truth alone. The *truth* is attention
 # in float64 of the *stored* values, so their format does not count here. A second calculation in
 # float64, the *yardstick*, rounds the weights and the output as the kernel does. The kernel may be
-# twice as far from the truth as the yardstick. We chose this factor, because the kernel computes
-# scores in fewer bits, so that a weight may be rounded to the neighbour of the right number. Here
-# an error is the largest difference within 64 queries of one head, as a share of their largest true
-# value.
+# twice as far from the truth as the yardstick. Here an error is the largest difference within 64
+# queries of one head, as a share of their largest true value.
 
 
 # Measuring
@@ -1311,6 +1308,12 @@ lab.together(
     nearest,
     all_checks,
     lab.read(
+        "The kernel may err twice as much as the yardstick, because it computes scores in fewer "
+        "bits, so that a weight about halfway between two numbers of e4m3 may go to the other one. "
+        "The factor is our choice. Each head is compared on its own, because a wrong head could "
+        "hide behind a larger one."
+    ),
+    lab.read(
         "An input's name lists batch, heads, heads of keys, queries, keys and head_dim, and the "
         "dtype is that of the output. lse, the logarithm of the sum of a query's weights, contains "
         "no rounded weights. Where V alone has 8 bits, it may be off by eight times one rounding "
@@ -1436,8 +1439,8 @@ def in_all(operands, data):
 
 
 lab.read(
-    f"Outliers raise the error in e4m3 from {in_all('all in e4m3', 'normal'):.1f} % to "
-    f"{in_all('all in e4m3', 'outliers'):.1f} %. Whether a language model notices, we did not test."
+    f"Outliers raise the error in e4m3 to {in_all('all in e4m3', 'outliers'):.1f} %. Whether a "
+    "language model notices such errors, we did not test."
 )
 
 # %%
@@ -1527,7 +1530,7 @@ lab.sketch(
 gap = max(abs(from_parts[data] / of_parts[data]["all"] - 1) for data in DATA)
 assert gap < 0.05
 lab.read(
-    f"The parts predict the error of all roundings to within {math.ceil(100 * gap)} % of it, so "
+    f"The parts add up to within {math.ceil(100 * gap)} % of all roundings at once, so "
     "they are independent. With outliers the part of q and k grows from "
     f"{of_parts['normal']['q and k']:.1f} % to {of_parts['outliers']['q and k']:.1f} %, and that "
     f"of V stays at {of_parts['outliers']['V']:.1f} %."
@@ -1626,8 +1629,7 @@ lab.together(
 #
 # We time the kernel above on operands that have 8 bits already. Beside it stand two kernels in 16
 # bits: our fastest, written for Hopper alone (:doc:`/chapters/attention_hopper`), and PyTorch's by
-# cuDNN. A matmul in bfloat16 is the :term:`limit` of 16 bits. Bands span the 20th to 80th
-# percentile.
+# cuDNN. A matmul in bfloat16 is the :term:`limit` of 16 bits.
 
 
 # Measuring
@@ -1985,9 +1987,8 @@ lab.read(
     f"{gains_of[64][0]:.2f}"
     + (", smaller as the count predicts. " if shorter else ". ")
     + (
-        f"But {gains_of[128][0]:.2f} is more than either count, so the count misses something: "
-        "the 8-bit kernel may overlap more of its work, or need fewer other instructions. We did "
-        "not measure which."
+        f"But {gains_of[128][0]:.2f} is more than either count, so the count misses something "
+        "that we did not measure."
         if gains_of[128][0] > max(in_turns, side_by_side)
         else ""
     )
@@ -2040,7 +2041,9 @@ lab.together(
         f"{100 * slow / unit_rate['16 bits']:.0f} %. So these shares are lower "
         "than those at the top of the page. If the other units overlap "
         "among themselves, more is possible than the counts allow: the exponentials alone would "
-        f"let 8 bits gain {MATMULS['16 bits'] / max(exponentials, of_two_matmuls):.2f}."
+        f"let 8 bits gain {MATMULS['16 bits'] / max(exponentials, of_two_matmuls):.2f}. A gain "
+        "can also exceed both counts if the 8-bit kernel overlaps more of its work than the 16-bit "
+        "one, or needs fewer of the other instructions."
     ),
 )
 
@@ -2058,15 +2061,15 @@ ratios = {
 }
 lost = sum(ratio < 0.995 for ratio in ratios.values())
 lab.read(
-    "**With V alone in 8 bits**, only the second matmul gets shorter. It is "
+    "**With V alone in 8 bits** attention is "
     f"{of_v / of_plain:.2f} times as fast as the same code in 16 bits, and "
     + (
         "no faster than our kernel for Hopper. "
         if of_v / of_default < 1.02
         else f"{of_v / of_default:.2f} times as fast as our kernel for Hopper. "
     )
-    + f"**A kernel with roles**, the subject of the next chapter, is slower in 8 bits than "
-    f"ours without at {lost} of {len(ratios)} points. We did not measure why."
+    + f"**A kernel with roles** (next chapter) is slower in 8 bits than ours without, at "
+    f"{lost} of {len(ratios)} points. We did not measure why."
 )
 
 
@@ -2201,7 +2204,7 @@ assert runs == ["with head_dim 128 and a causal mask, up to 2,048 keys"]
 leads, trails = (ratios[128, "causal", length] for length in (1024, 4096))
 lab.together(
     lab.read(
-        "With *roles*, one warp only loads and the others only compute. In the figure, the number "
+        "With roles, one warp only loads and the others only compute. In the figure, the number "
         "in a cell is a key, and its colour the thread that holds its weight. Four threads share a "
         "row. Each holds two neighbours of every 8 columns of a result, and four neighbours of "
         "every 16 columns of an 8-bit operand. So most weights would have to move to another "
@@ -2260,8 +2263,7 @@ lab.together(
 # ---------------------------------
 #
 # In a model q, k and v come in bfloat16. No element can be rounded before the largest of its head,
-# the :term:`amax`, is known. So ``quantize`` reads each element twice and writes it once. We time
-# it on 4 × 16 heads.
+# the :term:`amax`, is known. So ``quantize`` reads each element twice and writes it once.
 #
 # .. dropdown:: Both kernels whole, and in which order they take the tiles
 #
@@ -2397,7 +2399,7 @@ lab.table(
     ]
     if rounding.rows
     else [],
-    "What quantising costs, and what FP8 saves",
+    "What quantising costs, and what FP8 saves, 4 × 16 heads",
 )
 
 # %%
@@ -2649,9 +2651,8 @@ lab.table(
 
 # %%
 # **A flattened descriptor of the transposed V** is a mistake of Triton's tutorial on fused
-# attention. V, (heads, head_dim, length), is described as *one* matrix of head_dim rows, each
-# ``length`` numbers after the one above, and a head is sought at the column where it begins in
-# memory. With two heads, head_dim 2 and 3 keys:
+# attention. V, (heads, head_dim, length), is described as *one* matrix of head_dim rows, and a
+# head is sought at the column where it begins in memory. With two heads, head_dim 2 and 3 keys:
 #
 # .. image:: /figures/attention-fp8-flat.svg
 #    :alt: Above, 12 numbers in memory, 0 to 5 of head 0 and 6 to 11 of head 1. Below, two rows of
@@ -2755,8 +2756,7 @@ lab.together(
 lab.read(
     f"The error that is left is {in_all('all in e4m3', 'normal'):.1f} % on normal data and "
     f"{in_all('all in e4m3', 'outliers'):.1f} % with outliers. Eight bits are "
-    f"{of_fp8 / of_default:.2f} times as fast as our fastest kernel in 16, and not "
-    "twice, because only the matmuls get faster"
+    f"{of_fp8 / of_default:.2f} times as fast as our fastest kernel in 16"
     + (
         f". With quantising they pay from about "
         f"{round(crossings['full'], -2):,.0f} keys on, or {round(crossings['causal'], -2):,.0f} "

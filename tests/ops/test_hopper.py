@@ -262,7 +262,8 @@ def test_every_tile_of_queries_is_computed_once(kind, batch_heads, programs, seq
         constants = constants_of(heads_at_once, kind == "window", paired=kind == "pairs")
         left = 300 if kind == "window" else 0
         n_tiles = runtime.cdiv(seqlen, 128)
-        limits = (n_tiles, batch_heads, batch_heads, 1, seqlen, seqlen, left, 0)
+        packed = (None, None, None, None)
+        limits = (n_tiles, batch_heads, batch_heads, 1, seqlen, seqlen, left, 0, packed)
         met = []
         for program in range(min(programs, n_tiles * batch_heads)):
             cut = in_python(program, min(programs, n_tiles * batch_heads))
@@ -278,7 +279,8 @@ def test_programs_of_a_window_end_together(left):
     """The longest program has less than 3 % more tiles of keys than the mean one."""
     seqlen, heads, programs = 16384, 16, 132
     constants = constants_of(64, True)
-    limits = (seqlen // 128, heads, heads, 1, seqlen, seqlen, left, 0)
+    packed = (None, None, None, None)
+    limits = (seqlen // 128, heads, heads, 1, seqlen, seqlen, left, 0, packed)
     work = []
     for program in range(programs):
         cut = in_python(program, programs)
