@@ -8,13 +8,11 @@ and what is each of them worth?*
 
 You will learn
 
-- what each of six changes gains when it is made, and what the finished kernel loses without it;
-- how to count the waits of a program in its machine code, and what two programs on an :term:`SM`
-  do about them;
-- how to find out by an experiment whether exponentials run while matmuls do.
+- what each of six changes gains, and what the finished kernel loses without it;
+- how to count the waits of a program in its machine code, and to ask the assembler for its reason;
+- how to test whether exponentials run while matmuls do.
 
-The kernel is the package's in plain Triton, ``attention(..., backend="triton")``, timed here on one
-generation of GPUs.
+The kernel is the package's in plain Triton, ``attention(..., backend="triton")``.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -66,11 +64,8 @@ lab.start("attention_fast", "kernelbook.ops.attention")
 # What could stop it
 # ------------------
 #
-# Attention is two matmuls with exponentials in between. Three things could leave the tensor cores,
-# the GPU's matmul units, idle: memory that delivers the tiles too slowly, the exponentials, and
-# pauses between the matmul instructions themselves.
-#
-# **Memory.** Each tile of 128 queries loads all keys and values of its head again.
+# Attention is two matmuls with exponentials in between. Four things could leave the tensor cores,
+# the GPU's matmul units, idle.
 
 
 # Measuring
@@ -93,48 +88,65 @@ matmul_speed, copy_speed = (best.get(x, nan) for x in ("matmul, TFLOP/s", "copy,
 needed = 1e3 * matmul_speed / copy_speed
 per_byte = 4 * 4096**2 * 128 / (moved_by(4096)[0] * 2**20)
 from_hbm = per_byte * copy_speed / 1e3
+
+
+def finished_without_a_mask():
+    """The TFLOP/s of the last rung without a mask, as the book's record of this page has it."""
+    sweep = (results.find("attention_fast") or {}).get("sweeps", {}).get("ladder", {})
+    times = sweep.get("milliseconds", {}).get("heavy first")
+    if not times:
+        return nan
+    at = [point["mask"] for point in sweep["points"]].index("full")
+    point = sweep["points"][at]
+    scores = point["batch"] * point["heads"] * point["seqlen"] ** 2
+    return 4 * scores * point["head_dim"] / times[at][1] / 1e9
+
+
+will_reach = finished_without_a_mask()
 lab.read(
-    f"Attention does {per_byte:.0f} operations per byte that it loads or stores, and in this run "
-    f"the GPU needed {needed:.0f} to keep its arithmetic busy. "
+    "**Memory** may deliver the tiles too slowly. "
     + (
-        f"So if every byte came from HBM, the memory outside the chip, attention would stop at "
-        f"{from_hbm:.0f} TFLOP/s. But the programs of a head load the same keys and values at the "
-        f"same time, so the L2 cache can serve many of the loads."
+        f"If every byte came from HBM, the memory outside the chip, attention would stop at "
+        f"{from_hbm:.0f} TFLOP/s. But the L2 cache can serve many of the loads"
+        + (
+            f", and it does: without a mask the finished kernel will reach {will_reach:.0f}."
+            if will_reach > from_hbm
+            else "."
+        )
         if per_byte < needed
-        else f"So memory allows {from_hbm:.0f} TFLOP/s, more than a matmul reaches, even if every "
+        else f"But memory allows {from_hbm:.0f} TFLOP/s, more than a matmul reaches, even if every "
         f"byte comes from HBM, the memory outside the chip."
     )
 )
 
 # %%
 
-# Folded: The operations and the bytes, counted
-lab.read(
-    f"At length 4,096 and head_dim 128, a head does {4 * 4096**2 * 128 / 1e9:.2f} GFLOP on "
-    f"{moved_by(4096)[0]:.0f} MiB. A matmul runs at {matmul_speed:.0f} TFLOP/s and a copy at "
-    f"{copy_speed:,.0f} GB/s."
-)
-
-# %%
-
-# Folded: Why not keep the keys and load the queries?
+# Folded: The bytes counted, and why a program keeps its queries and loads the keys
 both_orders = {length: moved_by(length) for length in (4096, 16384)}
 lab.read(
-    f"A program that keeps a tile of keys has to read all queries, and to read and write back "
-    f"their `acc` in float32. At length 4,096 this is {both_orders[4096][1]:,.0f} MiB for a head, "
-    f"instead of {both_orders[4096][0]:,.0f}, and at 16,384 it is {both_orders[16384][1]:,.0f} "
-    f"instead of {both_orders[16384][0]:,.0f}. It also meets a worse problem: programs with "
-    f"different keys add to the same `acc`, so they would have to wait for each other. The first "
-    f"FlashAttention avoided that by running one program per head, but a GPU with more than a "
-    f"hundred SMs then stands idle for the most part if there are few heads. If queries stay, no "
-    f"two programs write to the same address, and there are as many programs as tiles of queries."
+    f"Each tile of 128 queries loads all keys and values of its head again, and the programs of a "
+    f"head load the same ones at the same time, which L2 can serve. "
+    f"Attention does {per_byte:.0f} operations per byte that it loads or stores, and in this run "
+    f"the GPU needed {needed:.0f} operations per byte to keep its arithmetic busy. "
+    f"At length 4,096 and head_dim 128, a head does {4 * 4096**2 * 128 / 1e9:.2f} GFLOP on "
+    f"{moved_by(4096)[0]:.0f} MiB. A matmul runs at {matmul_speed:.0f} TFLOP/s and a copy at "
+    f"{copy_speed:,.0f} GB/s. "
+    f"A program that keeps a tile of keys instead has to read all queries, and to read and write "
+    f"back their `acc` in float32. At length 4,096 this is {both_orders[4096][1]:,.0f} MiB for a "
+    f"head, instead of {both_orders[4096][0]:,.0f}, and at 16,384 it is "
+    f"{both_orders[16384][1]:,.0f} instead of {both_orders[16384][0]:,.0f}. It also meets a worse "
+    f"problem: programs with different keys add to the same `acc`, so they would have to wait for "
+    f"each other. The first FlashAttention avoided that by running one program per head, but a GPU "
+    f"with more than a hundred SMs then stands idle for the most part if there are few heads. If "
+    f"queries stay, no two programs write to the same address, and there are as many programs as "
+    f"tiles of queries."
 )
 
 # %%
 # **Exponentials.** Each score costs :math:`4 D` operations in the two matmuls, for head_dim
-# :math:`D`, and one exponential. A Hopper SM does 4,096 such operations in a cycle, but only 16
-# exponentials. At head_dim 128 the matmuls of a score therefore take an eighth of a cycle, and its
-# exponential a sixteenth. In a kernel that takes turns between the two, the tensor cores are at
+# :math:`D`, and one exponential. An :term:`SM` of a Hopper GPU does 4,096 such operations in a
+# cycle, but only 16 exponentials. So at head_dim 128 the matmuls of a score take an eighth of a
+# cycle, and its exponential a sixteenth. If a kernel takes turns between the two, the tensor cores
 # work for at most two thirds of the time.
 
 
@@ -187,20 +199,23 @@ lab.sketch(
 
 # %%
 # **Pauses.** A program that waits after each matmul instruction leaves a pause before the next.
-# This is the least visible of the three, and most of this chapter is about it.
+# Most of this chapter is about these.
+#
+# **The end.** If the last programs to start are long ones, most SMs have nothing to do meanwhile.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    There are three ways up: hand the matmuls over without pauses, do less besides them, and do the
-#    rest while a matmul runs.
+#    There are four ways up: hand the matmuls over without pauses (rungs 2 to 4 below), do the rest
+#    while a matmul runs (1 and 3), do less besides the matmuls (5), and leave no SM without work at
+#    the end (6).
 
 # %%
 # The loop
 # --------
 #
-# All rungs of this chapter are one kernel, whose loop loads a tile of keys, computes the scores
-# ``qk``, turns them into weights ``p``, and adds the weighted values to ``acc``:
+# We make six changes to a kernel, the *rungs* of a ladder. Its loop loads a tile of keys, computes
+# the scores ``qk``, turns them into weights ``p``, and adds the weighted values to ``acc``:
 #
 # .. code-block:: python
 #
@@ -211,49 +226,50 @@ lab.sketch(
 #        v = _tile(v_head, start_n)
 #        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
 #
-# - ``_tile`` loads the rows of a head from ``start_n`` on.
-# - ``_weigh`` makes the weights. It also updates ``m_i`` and ``l_i``, the largest score and the sum
-#   of weights of each query, and returns ``alpha``, which converts old sums to the new maximum.
+# ``_tile`` loads the rows of a head from ``start_n`` on. ``_weigh`` makes the weights, updates
+# ``m_i`` and ``l_i``, the largest score and the sum of weights of each query, and returns
+# ``alpha``, which converts old sums to the new maximum.
 #
-# A ``tl.dot`` becomes several matmul instructions, each 16 deep: 8 of them for ``q kᵀ``,
-# because head_dim is 128, and 4 for ``p v``, because a tile has 64 keys. On Hopper a program hands
-# them over and goes on, while the tensor cores work through them by themselves. Only where it needs
-# the result does the program **wait**:
+# A ``tl.dot`` becomes several matmul instructions, each of which takes 16 steps of the inner
+# dimension: 8 of them for ``q kᵀ``, because head_dim is 128, and 4 for ``p v``, because a tile has
+# 64 keys. On Hopper a program hands them over and goes on while the tensor cores work. Only where
+# it needs the result does it **wait**:
 #
 # .. image:: /figures/attention-waits.svg
 #    :alt: Two timelines of the eight instructions of a tl.dot. Above, the program hands over all of
 #          them, and waits once while the tensor cores work without a gap. Below, it waits after
 #          each instruction, and the tensor cores are idle until the next one comes.
 #
-# At best there is one wait for a ``tl.dot``. But until a matmul is complete, nothing else may use
-# the registers that it reads and writes. Where the assembler, the last stage of the compiler,
-# cannot guarantee that, it makes the program wait after each instruction. So we count the waits in
-# the machine code of every rung. The kernel has this loop twice, for whole tiles and for tiles that
-# the mask cuts: 2 · (8 + 4) = 24 matmul instructions and, at best, 4 waits.
+# Until a matmul is complete, nothing else may use the registers that it reads and writes. Where the
+# assembler, the last stage of the compiler, cannot guarantee that, it makes the program wait after
+# each instruction. In *SASS*, the machine code, a matmul instruction is an ``HGMMA`` and a wait a
+# ``WARPGROUP.DEPBAR``, so both can be counted:
 #
-# .. dropdown:: The loop with its flags
+# .. code-block:: python
 #
-#    .. literalinclude:: attention_fast.py
-#       :language: python
-#       :pyobject: _loop
-#       :start-at: for start_n
-#       :end-before: return acc
-#       :dedent:
+#    compiled = kernel[grid](*arguments)  # a launch returns the compiled kernel
+#    code = compiled.asm["sass"]          # its machine code, as text
+#    code.count("HGMMA"), code.count("WARPGROUP.DEPBAR")
 #
-#    ``DESCRIBED`` is the flag of rung 2, ``AHEAD`` of rung 3, ``TWO_STEPS`` of rung 4 and
-#    ``FOLDED`` of rung 5. ``MASKED`` is set for tiles that the causal mask cuts; there each query
-#    keeps its first ``n_visible`` keys.
+# The kernel has the loop twice, for whole tiles and for tiles that the mask cuts: 2 · (8 + 4) = 24
+# matmul instructions with, at best, 4 waits.
 
 # %%
 # The ladder
 # ----------
 #
-# To the loop we make six changes, one after the other: the *rungs* of a ladder. A step to the
-# right is a faster kernel, in percent of a :term:`cuBLAS` matmul timed in the same run. Under the
-# name of each rung stands its aim.
+# The start is the staged kernel of the last chapter without its guard against −∞. Percentages are
+# of the speed of a :term:`cuBLAS` matmul in the same run, in the text with a causal mask unless we
+# say otherwise.
 
 
-# Whole: one kernel for all rungs, with a flag for each change
+# Whole: one for all rungs, with a flag for each change
+#
+# DESCRIBED is the flag of rung 2, AHEAD of rung 3, TWO_STEPS of rung 4, FOLDED of rung 5 and
+# HEAVY_FIRST of rung 6; rung 1 is two options of the launch. MASKED is set for tiles that the
+# causal mask cuts; there each query keeps its first n_visible keys. Without a descriptor, of_head
+# is the address of a head, and rows past its end are masked. With one, it is the descriptor and
+# where the head lies in it.
 import triton
 import triton.language as tl
 
@@ -599,64 +615,81 @@ def staircase(axes, rows):
     axes.stairs(full, edges, orientation="horizontal", color=other, label="no mask")
     for step, (name, cause) in enumerate(CAUSES.items()):
         number = f"{step} " if step else ""
-        axes.text(1, step + 0.33, number + name if step else "start", va="center", weight="bold")
+        axes.text(
+            1,
+            step + 0.33,
+            number + name if step else "start",
+            va="center",
+            weight="bold",
+        )
         axes.text(1, step + 0.7, cause, va="center")
         for values, put in ((causal, "right"), (full, "left")):
             said = f"{values[step]:.0f} %"
             if step:
                 change = values[step] / values[step - 1] - 1
-                said = f"{100 * change:+.0f} %" if abs(change) >= CHANCE else "same"
-            if step == len(CAUSES) - 1:
-                said += f": {values[step]:.0f} %"
+                by = f"{100 * change:+.0f} %" if abs(change) >= CHANCE else "same"
+                said = (
+                    f"{by}: {values[step]:.0f}"
+                    if put == "right"
+                    else f"{values[step]:.0f}: {by}"
+                )
             at = values[step] + (1 if put == "left" else -1)
             weight = "bold" if put == "right" else "normal"
             said = said.replace("-", "−")
             axes.text(at, step + 0.33, said, ha=put, va="center", fontweight=weight)
     axes.axvline(100, color=other, linestyle="--", linewidth=1)
-    axes.set(xlim=(0, 104), ylim=(7, 0), yticks=[], xlabel="% of the speed of matmul")
+    axes.text(99, 0.33, "matmul", ha="right", va="center")
+    axes.set(xlim=(0, 104), ylim=(7, 0), yticks=[])
+    axes.set_xlabel("% of the speed of a cuBLAS matmul")
 
 
-lab.draw(steps, "Each rung, and by how much it is faster", steps_in_words, staircase)
+lab.draw(steps, "The speed of each rung, and the step to it", steps_in_words, staircase)
 
 
-def you_are_here(name):
-    """Show the staircase small, with the step of one rung lit: in the colours of the page."""
+def measured(name, *sentences, both=False):
+    """Show what a rung gains in words, beside the staircase, small, with its step lit."""
     causal, _ = shares(steps.rows)
     lit = list(LADDER).index(name)
-    parts = []
+    parts = [
+        '<line x1="0" x2="308" y1="14" y2="14" stroke="currentColor" stroke-dasharray="4 3" '
+        'opacity="0.6"/><text x="0" y="30">a matmul: 100 %</text>'
+    ]
     for number, value in enumerate(causal):
-        x, y = 44 * number, 88 - 0.9 * value
-        shade = 0.85 if number == lit else 0.2
-        colour = "#bc4c00" if number == lit else "currentColor"
-        bold = "bold" if number == lit else "normal"
-        text = f'text-anchor="middle" font-weight="{bold}"'
+        x, y = 44 * number, 104 - 0.9 * value
+        here = number == lit
+        colour, shade = ("#bc4c00", 0.85) if here else ("currentColor", 0.2)
+        text = f'text-anchor="middle" font-weight="{"bold" if here else "normal"}"'
         parts.append(
-            f'<rect x="{x}" y="{y:.1f}" width="43" height="{88 - y:.1f}" fill="{colour}" '
-            f'opacity="{shade}"/><text x="{x + 22}" y="104" {text}>{number or "start"}</text>'
-            f'<text x="{x + 22}" y="{y - 4:.1f}" font-size="11" {text}>{value:.0f} %</text>'
+            f'<rect x="{x}" y="{y:.1f}" width="43" height="{104 - y:.1f}" fill="{colour}" '
+            f'opacity="{shade}"/><text x="{x + 22}" y="121" {text}>{number or "start"}</text>'
         )
+        if here:
+            parts.append(
+                f'<text x="{x + 22}" y="{y - 5:.1f}" {text}>{value:.0f} %</text>'
+            )
     said = (
         f"You are here: step {lit} of the staircase, {name}. Percent of a matmul, causal: "
         f"{', '.join(f'{value:.0f}' for value in causal)}."
     )
     svg = (
-        f'<svg viewBox="0 0 308 110" width="308" height="110" role="img" aria-label="{said}" '
-        f'font-size="13" fill="currentColor">{"".join(parts)}</svg>'
+        f'<svg viewBox="0 0 308 126" width="240" height="98" role="img" aria-label="{said}" '
+        f'font-size="16" fill="currentColor">{"".join(parts)}</svg>'
     )
-    return (
-        show(
-            Shown(f'<div class="kb-here" style="margin-bottom: 1rem">{svg}</div>', said)
-        )
-        if causal
-        else None
+    words = lab.read("".join((told(name, both), *sentences)))
+    if not causal:
+        return words
+    look = "display: flex; flex-wrap: wrap; align-items: center; gap: 0.5rem 1.4rem"
+    return Shown(
+        f'<div class="kb-here" style="{look}; margin-bottom: 1rem; max-width: 41rem">'
+        f'<div style="flex: none">{svg}</div><div style="flex: 1 1 15rem">{words.html}</div></div>',
+        f"{said}\n{words.plain}",
     )
 
 
 # %%
 
-# Reading
 
-
+# Measuring
 def spread(name):
     """By how much the middle three fifths of a rung's timings lie off their median, at most."""
     return max(
@@ -666,10 +699,6 @@ def spread(name):
 
 
 scatter = max(map(spread, LADDER)) if steps.rows else nan
-lab.read(
-    f"Each number is the median of many timings, of which the middle 60 % lie within "
-    f"{100 * scatter:.1f} % of it. We call steps of less than {100 * CHANCE} % the same."
-)
 
 # %%
 
@@ -716,36 +745,33 @@ limit_costs = known("register limit alone") and (
 
 # Reading
 lab.read(
-    "Two of the six changes are odd. Rung 1 seems to be worth nothing. And the largest, rung 4, "
+    f"Steps of less than {100 * CHANCE} % we call the same. "
+    "Two of the six changes are odd. Rung 1 gains nothing. And the largest, rung 4, "
     "rewrites a single line, which returns the same numbers as before. Waits "
     + (
         "will explain both."
         if limit_costs
         else "will explain the second, and probably the first."
     )
-    if abs(steps_up["two programs"]) < CHANCE
+    if steps_up["two programs"] < CHANCE
     and max(steps_up, key=steps_up.get) == "two-step maximum"
     else "We take the six one by one."
 )
 
 # %%
 
-# Folded: How the start differs from the kernel of the chapter before
-lab.read(
-    f"The start is that chapter's staged kernel with a different beginning. `m_i` starts at "
-    f"`LOWEST`, the lowest finite number of float32, and not at −∞. This saves the guard against "
-    f"−∞ − (−∞), which is NaN, because −∞ minus a finite number is −∞, whose exponential is 0. "
-    f"With a causal mask the old kernel takes {100 * of_chapter_before('causal'):.0f} % longer, "
-    f"in a run of its own. "
-    f"`PRECISION` in the code above is `tf32x3` on NVIDIA GPUs and matters in float32 only: it "
-    f"splits each number into a coarse part and a remainder, both in TF32, and replaces one matmul "
-    f"by three."
+# Folded: The start, the steps in TFLOP/s, and the check of every rung
+before = lab.read(
+    f"The start is the staged kernel of the chapter before with a different beginning. `m_i` "
+    f"starts at `LOWEST`, the lowest finite number of float32, and not at −∞. This saves the guard "
+    f"against −∞ − (−∞), which is NaN, because −∞ minus a finite number is −∞, whose exponential "
+    f"is 0. With a causal mask the old kernel takes {100 * of_chapter_before('causal'):.0f} % "
+    f"longer, in a run of its own. `PRECISION` in the code is `tf32x3` on NVIDIA GPUs and matters "
+    f"in float32 only: it splits each number into a coarse part and a remainder, both in TF32, and "
+    f"replaces one matmul by three. Each speed is the median of many timings, of which the middle "
+    f"60 % lie within {100 * scatter:.1f} % of it."
 )
-
-# %%
-
-# Folded: The steps in TFLOP/s
-lab.table(
+tflops = lab.table(
     [
         {"rung": name}
         | {
@@ -758,15 +784,11 @@ lab.table(
     else [],
     "The ladder, length 4,096, head_dim 128",
 )
-
-# %%
-# Every rung is checked against float64: in float32 at lengths that no tile divides, and on a GPU
-# also in bfloat16, with the tiles and options with which it is timed.
-
-# %%
-
-# Folded: The checks of the rungs
-lab.check("The rungs", cases())
+checked = lab.read(
+    "Every rung is checked against float64: in float32 at lengths that no tile divides, and on a "
+    "GPU also in bfloat16, with the tiles and options with which it is timed."
+)
+lab.together(before, tflops, checked, lab.check("The rungs", cases()))
 
 # %%
 
@@ -817,9 +839,11 @@ def in_percent(share):
     return f"{100 * share:+.0f} %".replace("-", "−")
 
 
-def told(name):
-    """What a rung gains, in words."""
+def told(name, both=False):
+    """What a rung gains, in words, with a causal mask; where asked, also without one."""
     causal, full = (in_percent(gain(name, mask)) for mask in ("causal", "full"))
+    if not both:
+        return f"**Measured: {causal}.** "
     if causal == full:
         return f"**Measured: {causal}**, with a causal mask and without one. "
     return f"**Measured: {causal}** with a causal mask, and {full} without one. "
@@ -840,22 +864,87 @@ def waits_of(name):
 # -----------------------------
 #
 # Who could use the tensor cores while a program computes exponentials? A second program on the same
-# SM. But it fits only if each takes at most half of the SM's storage, of which there are two kinds.
-#
-# .. image:: /figures/attention-two-programs.svg
-#    :alt: Two SMs, each a box of registers and a box of shared memory. On the left one program with
-#          three stages fills 128 of 227 KiB of shared memory and three quarters of the registers,
-#          and a second one does not fit. On the right two programs with two stages take 96 KiB and
-#          half of the registers each.
-#
+# SM. But it fits only if each takes at most half of the SM's registers and shared memory:
+
+
+# Drawing
+def two_boxes(axes):
+    """What one program of the start takes of an SM, and two of rung 1."""
+    shades = {"A": lab.colour("Kernel Book"), "B": lab.colour("PyTorch")}
+    of_start = made.get("in stages", {}).get("registers", 198)
+    axes.set(xlim=(-0.05, 5.05), ylim=(1.32, -0.42), xticks=[], yticks=[])
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+    cases = (
+        (
+            0,
+            "start: three stages,\nno register limit",
+            ["A"],
+            of_start / 256,
+            (32 + 3 * 32) / 227,
+        ),
+        (
+            2.8,
+            "rung 1: two stages, at\nmost 128 registers",
+            ["A", "B"],
+            0.5,
+            (32 + 2 * 32) / 227,
+        ),
+    )
+    for left, title, programs, registers, shared in cases:
+        for line, words in enumerate(title.split("\n")):
+            at = -0.34 + 0.13 * line
+            axes.text(left + 1.1, at, words, ha="center", va="center", weight="bold")
+        for x, what, part in (
+            (left, "registers", registers),
+            (left + 1.2, "shared mem.", shared),
+        ):
+            axes.text(x + 0.5, -0.05, what, ha="center", va="center")
+            axes.bar(
+                x + 0.5, 1, 1, fill=False, edgecolor=lab.colour("matmul"), linewidth=0.8
+            )
+            for number, name in enumerate(programs):
+                axes.bar(
+                    x + 0.5,
+                    part - 0.01,
+                    0.97,
+                    number * part,
+                    color=shades[name],
+                    alpha=0.3,
+                )
+                words = "one program" if len(programs) == 1 else f"program {name}"
+                axes.text(
+                    x + 0.5, (number + 0.5) * part, words, ha="center", va="center"
+                )
+        free = 1 - len(programs) * shared
+        said = f"{227 * free:.0f} KiB free"
+        axes.text(left + 1.7, 1 - free / 2, said, ha="center", va="center")
+        fits = (
+            "A second program does not fit."
+            if len(programs) == 1
+            else "Two programs fit."
+        )
+        axes.text(left + 1.1, 1.14, fits, ha="center", va="center")
+
+
+lab.sketch(
+    "Room for a second program",
+    "Two SMs, each a box of registers and a box of shared memory. On the left one program with "
+    "three stages fills 128 of 227 KiB of shared memory and three quarters of the registers, and a "
+    "second one does not fit. On the right two programs with two stages take 96 KiB and half of "
+    "the registers each.",
+    two_boxes,
+    height=3.2,
+)
+
+# %%
 # **Shared memory** holds the tiles. ``num_stages``, the number of *pipeline stages*, says how many
-# tiles of keys, and of values, are on their way or in use at a time. The 128 queries of a program
-# take 32 KiB, and so does each stage with its 64 keys and 64 values. Two programs with two stages
-# fit into the 227 KiB of an SM; with three, they do not.
+# tiles of keys, and of values, are on their way or in use at a time. The queries of a program take
+# 32 KiB, and so does each stage. With two stages, two programs fit into the 227 KiB of an SM.
 #
-# **Registers**, private to a thread, hold ``acc`` and the scores. Two programs of 8 :term:`warps
-# <warp>` are 512 threads, so of the SM's 65,536 registers each thread gets 128. The option
-# ``maxnreg`` of the launch sets this limit. Values that do not fit :term:`spill <spill>` to memory.
+# **Registers** hold ``acc`` and the scores. Two programs of 8 :term:`warps <warp>` are 512 threads,
+# so of the SM's 65,536 registers each thread gets 128; ``maxnreg``, an option of the launch, sets
+# this limit. Values that do not fit :term:`spill <spill>` to memory.
 
 
 # Measuring
@@ -871,7 +960,7 @@ def by_half(versions):
         {
             "change": name,
             "registers": made[of]["registers"],
-            "waits": f"{made[of]['waits for them']} of {made[of]['matmul instructions']}",
+            "waits": made[of]["waits for them"],
             "programs": programs_on_an_sm(made[of]),
         }
         | {"of a matmul": of_matmul(of)}
@@ -882,18 +971,13 @@ def by_half(versions):
 
 # %%
 
-# Reading
-you_are_here("two programs")
-
-# %%
-
-# Reading
-lab.read(
-    told("two programs")
-    + f"Each thread had {compiled_to('in stages', 'registers')} registers and is left with 128. "
-    f"So {compiled_to('two programs', 'spills')} values spill, and the code, which waited "
-    f"{compiled_to('in stages', 'waits for them')} times, now waits "
-    f"{waits_of('two programs')}. What does each part of the rung do alone?"
+# Drawing
+measured(
+    "two programs",
+    f"Each thread had {compiled_to('in stages', 'registers')} registers and is left with 128. So "
+    f"{compiled_to('two programs', 'spills')} values spill, and the code, which waited "
+    f"{compiled_to('in stages', 'waits for them')} times, now waits {waits_of('two programs')}.",
+    both=True,
 )
 
 # %%
@@ -908,7 +992,8 @@ lab.table(
             "both (rung 1)": "two programs",
         }
     ),
-    "What it takes for a second program, causal",
+    f"What it takes for a second program, causal. Waits: for "
+    f"{compiled_to('in stages', 'matmul instructions')} matmul instructions",
 )
 
 # %%
@@ -920,20 +1005,25 @@ second = min(
     change("two programs", name)
     for name in ("register limit alone", "two stages alone")
 )
+both_cost = gain("two programs", "causal")
 early = max(gain("two programs", mask) for mask in ("causal", "full")) < 0.05
 lab.read(
-    f"With the register limit alone, still with one program, the kernel is "
-    f"{-100 * limit_alone:.0f} % slower with a causal mask: this is what waits and spills cost. "
-    f"With two pipeline stages alone, instead of three, it is {-100 * stages_alone:.0f} % slower, "
-    f"probably because it waits for copies. "
+    f"The register limit alone, still with one program, makes the kernel {-100 * limit_alone:.0f} "
+    f"% slower, and with it come the waits and the spills. Two stages alone make it "
+    f"{-100 * stages_alone:.0f} % slower, probably because it waits for copies. "
     + (
-        "So the second program is worth a lot, but here it only wins back what making room for it "
-        "has cost. Where can registers be saved?"
+        (
+            "Both together cost nothing"
+            if abs(both_cost) < CHANCE
+            else f"Both together cost {-100 * both_cost:.0f} %"
+        )
+        + f". So the second program is worth at least {100 * second:.0f} %, but here it only wins "
+        f"back what making room for it has cost. Where can registers be saved?"
         if early
         else "The second program is worth more than both cost."
     )
     if max(limit_alone, stages_alone) < -CHANCE and second > CHANCE
-    else f"Compared with the start, and with a causal mask, the limit alone changes the speed by "
+    else f"Compared with the start, the limit alone changes the speed by "
     f"{100 * limit_alone:+.0f} %, the two stages alone by {100 * stages_alone:+.0f} %, and both "
     f"together by {100 * gain('two programs', 'causal'):+.0f} %."
 )
@@ -942,10 +1032,9 @@ lab.read(
 # Rung 2: descriptors name tiles
 # ------------------------------
 #
-# A thread spends registers on addresses: it computes and keeps one for each piece of a tile that it
-# loads, and a mask. A :term:`tensor descriptor <descriptor>` makes them unnecessary. The host makes
-# it once, and it says what a tensor looks like: its address, sizes and strides, and the size of a
-# tile.
+# A thread spends registers on addresses: for each piece of a tile that it loads, it computes and
+# keeps an address and a mask. A :term:`tensor descriptor <descriptor>` makes them unnecessary. The
+# host makes it once; it holds the address, sizes and strides of a tensor, and the size of a tile.
 #
 # .. image:: /figures/attention-descriptor.svg
 #    :alt: Above, without a descriptor: 256 threads each compute addresses and a mask in registers,
@@ -955,21 +1044,17 @@ lab.read(
 #
 # One thread then names a tile by its coordinates. The Tensor Memory Accelerator (TMA), the copy
 # engine of an SM since Hopper, computes the addresses, fills with zeros what lies outside, and puts
-# the tile into shared memory. In essence:
+# the tile into shared memory:
 #
 # .. code-block:: python
 #
-#    # without: an address and a mask for each element
+#    # without: addresses and a mask, in registers
 #    k = tl.load(ptrs, mask=rows < length, other=0.0)
 #
 #    # with, on the host: k has the shape (batch, heads, length, head_dim)
-#    from triton.tools.tensor_descriptor import TensorDescriptor
 #    desc = TensorDescriptor(k, k.shape, k.stride(), [1, 1, BLOCK_N, HEAD_DIM])
-#    # and in the kernel, which drops the first two dimensions of the tile
+#    # and in the kernel
 #    k = desc.load([batch, head, start_n, 0]).reshape(BLOCK_N, HEAD_DIM)
-
-# Reading
-you_are_here("descriptors")
 
 # %%
 
@@ -1015,13 +1100,15 @@ def facts(make):
         made = make()
     words, log = made.asm["sass"].split(), log.getvalue()
     runs = re.findall(r"wgmma.commit_group.*?wgmma.wait_group", made.asm["ptx"], re.DOTALL)
-    reason = re.search(r"[(]C75[0-9]+[)].*? due to (.*?) (?:for|in) the function", log)
+    remark = re.search(r".*[(]C75[0-9]+[)].*? due to (.*?) (?:for|in) the function.*", log)
     return made, {
         "registers": int(re.search(r"Used ([0-9]+) registers", log)[1]),
         "waits": sum(word.startswith("WARPGROUP.DEPBAR") for word in words),
         "matmuls": sum(word.startswith("HGMMA") for word in words),
         "copies": max(len(re.findall(r"\\bmov[.]", part)) for part in runs),
-        "reason": re.sub(" +", " ", reason[1]) if reason else "",
+        "reason": re.sub(" +", " ", remark[1]) if remark else "",
+        "remark": re.sub(" +", " ", remark[0]) if remark else "",
+        "code": [word for word in words if word.startswith(("HGMMA", "WARPGROUP.DEPBAR"))],
     }
 
 
@@ -1084,45 +1171,33 @@ seen = compiled_here([_loop, _tile, _weigh, _rung_kernel, run, one_wait], to_com
 
 # %%
 
-# Reading
-lab.read(
-    told("descriptors")
-    + f"The number of spills goes from {compiled_to('two programs', 'spills')} to "
-    f"{compiled_to('descriptors', 'spills')}. "
-)
-
-# %%
-
-# Reading
-lab.read(
-    f"But the waits stay. Without the limit the compiler would take "
-    f"{compiled_to('two stages alone', 'registers')} registers before this change and "
-    f"{compiled_to('descriptors, no limit', 'registers')} after it, and wait "
-    f"{compiled_to('descriptors, no limit', 'waits for them')} times either way. In 128 it can now "
-    f"place everything, but only with a wait after each matmul instruction."
-    if compiled_to("two stages alone", "waits for them")
+# Drawing
+stays = (
+    compiled_to("two stages alone", "waits for them")
     == compiled_to("descriptors, no limit", "waits for them")
     and compiled_to("descriptors, no limit", "registers") > 128
     and compiled_to("descriptors", "waits for them")
     == compiled_to("descriptors", "matmul instructions")
+)
+measured(
+    "descriptors",
+    f"The number of spills goes from {compiled_to('two programs', 'spills')} to "
+    f"{compiled_to('descriptors', 'spills')}. ",
+    f"But the waits stay: without the limit the compiler would now take "
+    f"{compiled_to('descriptors, no limit', 'registers')} registers and wait "
+    f"{compiled_to('descriptors, no limit', 'waits for them')} times, but in 128 it can place "
+    f"everything only with a wait after each matmul instruction."
+    if stays
     else f"The code waits {waits_of('descriptors')}. Without the register limit, the compiler "
-    f"would give a thread {compiled_to('descriptors, no limit', 'registers')} registers."
+    f"would give a thread {compiled_to('descriptors, no limit', 'registers')} registers.",
 )
 
 # %%
-# .. dropdown:: ``_tile``, how a descriptor is made, and GPUs without a copy engine
+# .. dropdown:: Descriptors in the package, and GPUs without a copy engine
 #
-#    .. literalinclude:: attention_fast.py
-#       :language: python
-#       :pyobject: _tile
-#       :start-at: if DESCRIBED
-#       :dedent:
-#
-#    Without a descriptor, ``of_head`` is the address of the head, and rows past its end are masked.
-#    With one, ``of_head`` is the descriptor and where the head lies in it. The host describes a
-#    tensor with ``describe``. In the kernel, ``head_of`` joins the descriptor with the numbers of
-#    batch and head, ``coordinates`` adds the row and column of a tile, and ``load_tile`` reads the
-#    tile.
+#    The host describes a tensor with ``describe``. In the kernel, ``head_of`` joins the descriptor
+#    with the numbers of batch and head, ``coordinates`` adds the row and column of a tile, and
+#    ``load_tile`` reads the tile.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
 #       :pyobject: describe
@@ -1152,22 +1227,77 @@ lab.read(
 # Rung 3: scores one iteration ahead
 # ----------------------------------
 #
-# What else leaves the tensor cores idle? Look at how an iteration begins: with ``q kᵀ``, which
-# needs a new tile of keys. With two stages there are two buffers for keys and two for values. The
-# next tiles are copied into the free ones, while ``p v``, the last matmul of an iteration, still
-# reads from the others. But Triton starts these copies at the end of an iteration, and the next one
-# needs its keys at once, so the program waits for them. The table of rung 1 suggests what that can
-# cost. Exponentials need no new tile: if an iteration begins with them, they run while the copies
-# are on their way.
-#
-# .. image:: /figures/attention-ahead.svg
-#    :alt: Two sketched timelines of one iteration, during whose first part keys and values are
-#          copied. Above, it begins with a matmul, so the program waits for the copies. Then come
-#          q k, exponentials, and p v. Below, it begins with exponentials, during which values and
-#          the next keys arrive. Then come p v, and q k of the next tile. The iteration is shorter
-#          by the wait.
-#
-# So each iteration ends with the scores of the *next* tile. The same lines, in another order:
+# What else leaves the tensor cores idle? An iteration begins with ``q kᵀ``, which needs a new tile
+# of keys. With two stages, the next tiles are copied into a second buffer. But Triton starts these
+# copies only at the end of an iteration, when ``p v`` has been handed over, so the next iteration
+# waits for as much of them as ``p v`` does not cover. If it began with exponentials, which need no
+# new tile, these would run during the copies:
+
+
+# Drawing
+def ahead(axes):
+    """An iteration in the old order and in the new: its copies, matmuls and exponentials."""
+    shades = {
+        "copy": lab.colour("matmul"),
+        "matmul": lab.colour("Kernel Book"),
+        "exponentials": lab.colour("PyTorch"),
+    }
+    copied = 1.6  # how long the copies take: a guess
+    old = [
+        ("copy", 0, copied, "k, v"),
+        ("matmul", 0, 1, "p v, before"),
+        ("wait", 1, copied, "waits"),
+        ("matmul", copied, copied + 1, "q kᵀ"),
+        ("exponentials", copied + 1, copied + 2, "exponentials"),
+    ]
+    new = [
+        ("copy", 0, copied, "v, next k"),
+        ("exponentials", 0, 1, "exponentials"),
+        ("matmul", 1, 2, "p v"),
+        ("matmul", 2, 3, "next q kᵀ"),
+    ]
+    rows = {"copy": 0, "matmul": 1, "wait": 1, "exponentials": 2}
+    for top, title, blocks in (
+        (0, "It begins with a matmul", old),
+        (4.3, "It begins with exponentials", new),
+    ):
+        axes.text(-1.05, top - 0.25, title, va="center", weight="bold")
+        for row, name in enumerate(("copies", "matmuls", "exponentials")):
+            axes.text(-0.06, top + 0.75 + row, name, va="center", ha="right")
+        for kind, start, end, words in blocks:
+            y = top + 0.75 + rows[kind]
+            if kind == "wait":
+                look = {
+                    "fill": False,
+                    "edgecolor": lab.colour("matmul"),
+                    "linestyle": ":",
+                }
+            else:
+                look = {"color": shades[kind], "alpha": 0.3}
+            axes.barh(y, end - start - 0.03, 0.8, start, **look)
+            axes.text((start + end) / 2, y, words, ha="center", va="center")
+    axes.axvline(copied + 2, color=lab.colour("matmul"), linestyle="--", linewidth=1)
+    axes.text((copied + 5) / 2, 6.05, "saved", ha="center", va="center", weight="bold")
+    axes.set(xlim=(-1.05, copied + 2.05), ylim=(7.7, -0.7), xticks=[], yticks=[])
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+
+
+lab.sketch(
+    "One iteration in two orders, a sketch",
+    "Two timelines of one iteration, with rows for copies, matmuls and exponentials; all matmuls "
+    "and the exponentials are equally long, and the copies longer. Above, the copies of k and v "
+    "start while p v of the iteration before runs. They take longer, so the program waits, and "
+    "then come q k and the exponentials. Below, the exponentials and p v run during the copies of "
+    "v and the next k, and q k of the next tile follows without a wait. The iteration is shorter "
+    "by the wait.",
+    ahead,
+    height=3.3,
+)
+
+# %%
+# So each iteration ends with the scores of the *next* tile, and the last tile is finished after the
+# loops. The same lines, in another order:
 #
 # .. code-block:: python
 #
@@ -1177,31 +1307,65 @@ lab.read(
 #        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
 #        k = _tile(k_head, start_n + BLOCK_N)
 #        qk = tl.dot(q, k.T)
-#
-# The first scores are computed before the loops, and the last tile is finished after them.
+
 
 # Drawing
-you_are_here("one iteration ahead")
+outside = compiled_to("one iteration ahead", "matmul instructions") - compiled_to(
+    "descriptors", "matmul instructions"
+)
+measured(
+    "one iteration ahead",
+    f"The code has {outside} matmul instructions more, those outside the loops, and still waits "
+    f"{waits_of('one iteration ahead')}.",
+)
 
 # %%
 
 # Reading
-
-outside = compiled_to("one iteration ahead", "matmul instructions") - compiled_to(
-    "descriptors", "matmul instructions"
-)
 lab.read(
-    told("one iteration ahead")
-    + f"We have not measured the wait for copies by itself. The code has {outside} matmul "
-    f"instructions more, those outside the loops, and still waits "
-    f"{waits_of('one iteration ahead')}."
+    "The order also changes which values live at the same time. In the old one Triton waits for "
+    "`p v` only after the next `q kᵀ`, so the weights that `p v` reads and the new scores are in "
+    "registers together; in the new one it waits first. "
+    f"Without the limit the code takes "
+    f"{compiled_to('one iteration ahead, no limit', 'registers')} registers instead of "
+    f"{compiled_to('descriptors, no limit', 'registers')}. Whether copies or registers bring the "
+    f"gain, we have not told apart."
 )
 
 # %%
 # Rung 4: the maximum in two steps
 # --------------------------------
 #
-# Why does it still wait after each instruction? The assembler gives its reason, if it is asked:
+# Why does it still wait after each instruction? The assembler, *ptxas*, gives its reason if two
+# variables are set in the environment:
+#
+# .. code-block:: bash
+#
+#    TRITON_ALWAYS_COMPILE=1 TRITON_DUMP_PTXAS_LOG=1 python your_script.py
+#
+# For rung 3 it says:
+
+# Drawing
+
+
+def as_printed(caption, text):
+    """Show lines of a tool's output."""
+    listing = f'<div class="highlight no-copy"><pre>{text}</pre></div>'
+    return show(
+        Shown(
+            f'<div class="kb-source"><div class="kb-caption">{caption}</div>{listing}</div>',
+            f"{caption}\n{text}",
+        )
+    )
+
+
+third = seen.get("one iteration ahead", {})
+as_printed(
+    f"ptxas of triton {triton.__version__}, when this page was built",
+    "\n".join(textwrap.wrap(third.get("remark", ""), 64)) or "It says nothing here.",
+)
+
+# %%
 
 # Reading
 GIVEN = {
@@ -1210,52 +1374,25 @@ GIVEN = {
     "one iteration ahead": "3, one iteration ahead",
     "two-step maximum": "4, two-step maximum",
 }
-lab.table(
-    [
-        {
-            "rung": words,
-            "it waits after each instruction due to": seen[name]["reason"]
-            or "(it does not)",
-            "waits": f"{seen[name]['waits']} of {seen[name]['matmuls']}".replace(
-                " ", "\N{NO-BREAK SPACE}"
-            ),
-        }
-        for name, words in GIVEN.items()
-    ]
-    if seen
-    else [],
-    f"Compiled for this page with triton {triton.__version__}, causal, at most 128 registers",
-)
-
-# %%
-
-# Reading
 same_waits = seen and all(
     seen[name]["waits"] == compiled_to(name, "waits for them") for name in GIVEN
 )
 free = "one iteration ahead, no limit"
-reads = (
-    "Something reads the accumulator, the registers of `acc`, while a matmul (`wgmma`) still "
-    "writes them. Then the assembler makes all matmuls of the kernel wait."
-)
+of_first = {seen[name]["reason"] for name in ("two programs", "descriptors") if seen}
 lab.read(
     (
-        f"The timed run used triton {compiled_rungs.provenance['triton']}, whose code waits as "
-        f"often. "
-        if same_waits
-        and compiled_rungs.provenance
-        and compiled_rungs.provenance["triton"] != triton.__version__
-        else ""
+        f"In rungs 1 and 2 the reason is “{of_first.pop()}”. The one of rung 3 is new"
+        if len(of_first) == 1
+        else "The reason of rung 3 is new"
     )
     + (
-        f"In rung 3 the reason is another than before. Even without the register limit, with "
-        f"{compiled_to(free, 'registers')} registers, it waits after each of its "
-        f"{compiled_to(free, 'matmul instructions')} instructions, where rung 2 did not. "
+        ", and raising the limit does not help. "
         if compiled_to(free, "waits for them")
         == compiled_to(free, "matmul instructions")
-        else "In rung 3 the reason is another than before. "
+        else ". "
     )
-    + reads
+    + "Something reads the accumulator, the registers of `acc`, while a matmul (`wgmma`) still "
+    "writes them. Then the assembler makes all matmuls of the kernel wait."
 )
 
 # %%
@@ -1267,14 +1404,52 @@ lab.read(
 #    :pyobject: row_max
 #    :start-at: halves
 #    :dedent:
-#
-# The link between the two is the *layout*, by which the compiler knows which thread holds which
-# element of a tile. It leads from the maximum to ``acc`` in three steps:
+
+# Drawing
+measured(
+    "two-step maximum",
+    f"Of {compiled_to('one iteration ahead', 'waits for them')} waits "
+    f"{compiled_to('two-step maximum', 'waits for them')} are left"
+    + (
+        ", one for each `tl.dot`. "
+        if compiled_to("two-step maximum", "waits for them") == 6
+        else ". "
+    )
+    + "The machine code of `p v` before and after:",
+)
+
+# %%
+
+
+# Drawing
+def code_of_p_v(name):
+    """The machine code of the first p v of a rung: its matmul instructions and their waits."""
+    code = seen[name]["code"]
+    first = next(i for i, word in enumerate(code) if "64x128x16" in word)
+    after = [i for i, word in enumerate(code) if i > first and "64x64x16" in word]
+    return code[first : after[0]]
+
+
+OPCODES = {"HGMMA": "HGMMA", "WARPGROUP": "DEPBAR"}
+RUNGS_3_AND_4 = {"rung 3": "one iteration ahead", "rung 4": "two-step maximum"}
+as_printed(
+    "SASS of one p v, abridged: its matmuls and waits",
+    "\n".join(
+        f"{words}:  {' '.join(OPCODES[word.split('.')[0]] for word in code_of_p_v(name))}"
+        for words, name in RUNGS_3_AND_4.items()
+    )
+    if seen
+    else "It could not be compiled here.",
+)
+
+# %%
+# How can a maximum of scores matter to ``acc``?
+# Through the *layout* of a tile, by which each thread holds certain elements, in three steps:
 #
 # 1. The scores have the layout of a matmul with 64 columns, and ``acc`` that of one with 128. The
 #    maximum of a row inherits the layout of the scores, and so does ``alpha``.
 # 2. ``acc * alpha`` needs both in one layout. Up to rung 2 the compiler converts ``alpha``, one
-#    number per row. With the new order of rung 3 it converts ``acc``. To spare the conversion in
+#    number per row. In rung 3 it converts ``acc``; we did not trace why. To spare the conversion in
 #    each iteration, it then carries ``acc`` through the loop twice, once for each layout.
 # 3. Triton then emits two waits for ``p v``, each of which hands out one version of ``acc``. To
 #    have two, the code copies ``acc``, 64 registers in each thread, and places the copy before
@@ -1286,10 +1461,11 @@ lab.read(
 #          safe with a wait after each instruction, and copies acc after the last. In rung 4 there
 #          is one acc and no copy, and the program waits once.
 #
-# ``row_max`` breaks the chain at its first step. The reshape gives the maximum a layout that is no
-# matmul's, and the compiler converts ``alpha`` again. To see whether the copy is to blame, we also
-# take Triton's intermediate code of rung 3, with the old maximum, and delete the second of the two
+# ``row_max`` breaks the chain at its first step, because the reshape gives the maximum a layout
+# that is no matmul's, and the compiler converts ``alpha`` again. To see whether the copy is to
+# blame, we take *TTGIR*, Triton's intermediate code, of rung 3 and delete the second of the two
 # waits by hand:
+
 
 # Reading
 TESTED = {
@@ -1310,7 +1486,12 @@ lab.table(
         for name, words in TESTED.items()
         if name in seen
     ],
-    "The copy and the waits, compiled as above, and the speed on the GPU, causal",
+    f"Causal; compiled with triton {triton.__version__}"
+    + (
+        f", speed timed with {steps.provenance['triton']}"
+        if steps.provenance and steps.provenance["triton"] != triton.__version__
+        else ""
+    ),
 )
 
 # %%
@@ -1329,30 +1510,10 @@ def edited_beside_rung():
 
 # %%
 
-# Folded: The results of the edited kernel
+# Measuring
 differing = lab.attempt("Rung 3 with and without its second wait", edited_beside_rung)
 same_bits = not any(row["elements that differ"] for row in differing.rows)
-differing
-
-# %%
-
-# Drawing
-you_are_here("two-step maximum")
-
-# %%
-
-# Reading
 by_hand = change("two-step maximum", "one wait")
-lab.read(
-    told("two-step maximum")
-    + f"Of {compiled_to('one iteration ahead', 'waits for them')} waits "
-    f"{compiled_to('two-step maximum', 'waits for them')} are left"
-    + (
-        ", one for each `tl.dot`. "
-        if compiled_to("two-step maximum", "waits for them") == 6
-        else ". "
-    )
-)
 
 # %%
 
@@ -1360,8 +1521,7 @@ lab.read(
 lab.read(
     (
         "Rung 3 without its second wait is as fast as rung 4, so the copy of `acc`, with the waits "
-        "that it forces, was the whole "
-        "loss. "
+        "that it forces, was the whole loss. "
         if abs(by_hand) < CHANCE
         else f"Rung 4 is {100 * by_hand:+.0f} % faster than rung 3 without its second wait, so the "
         f"copy of `acc` is not the whole difference. "
@@ -1370,34 +1530,60 @@ lab.read(
 )
 
 # %%
-# .. dropdown:: How to see waits, reasons and layouts in a kernel of your own
-#
-#    ``compiled.asm["sass"]`` is the machine code. A matmul instruction is an ``HGMMA``, and a wait
-#    for matmuls a ``WARPGROUP.DEPBAR``. With ``TRITON_DUMP_PTXAS_LOG=1`` in the environment, Triton
-#    prints what the assembler, ptxas, says: C7512 is its remark about too few registers, and C7514
-#    the one about the accumulator.
-#
-#    ``compiled.asm["ttgir"]`` is Triton's intermediate code. It names each conversion of a layout,
-#    ``ttg.convert_layout``, and each copy by the engine, at the end of the body of a loop. The loop
-#    over whole tiles, ``scf.for``, yields two tensors of 128 × 128 in rung 3, and one in the
-#    others.
-#
-#    None of this needs a GPU: the reasons in the first table, and the copies and waits in the
-#    second, come from code compiled for an H200 when this page was built. All other counts are
-#    those of the recorded run.
+
+# Folded: All reasons, what else the intermediate code shows, and the results of the edited kernel
+registers_of_two = (2 * 128 * 128 + 128 * 64) // 256
+reasons = lab.table(
+    [
+        {
+            "rung": words,
+            "the assembler's reason for a wait after each instruction": seen[name][
+                "reason"
+            ]
+            or "none",
+            "waits": f"{seen[name]['waits']} of {seen[name]['matmuls']}".replace(
+                " ", "\N{NO-BREAK SPACE}"
+            ),
+        }
+        for name, words in GIVEN.items()
+    ]
+    if seen
+    else [],
+    f"Compiled with triton {triton.__version__}, causal, at most 128 registers",
+)
+same_code = lab.read(
+    f"The timed run used triton {compiled_rungs.provenance['triton']}, whose code waits as often."
+    if same_waits
+    and compiled_rungs.provenance
+    and compiled_rungs.provenance["triton"] != triton.__version__
+    else "The timed run waits as often."
+    if same_waits
+    else "The timed run may wait differently."
+)
+in_ttgir = lab.read(
+    "`compiled.asm['ttgir']` is the intermediate code. It names each conversion of a layout, "
+    "`ttg.convert_layout`, and each copy by the engine, at the end of the body of a loop. The loop "
+    "over whole tiles, `scf.for`, yields two tensors of 128 × 128 in rung 3, and one in the "
+    "others. Both hold the same numbers, and the machine code hardly keeps two: two versions of "
+    f"`acc` and the scores would be {registers_of_two} registers, and without a limit rung 3 takes "
+    f"{compiled_to(free, 'registers')} in all. Within 128 registers "
+    f"{compiled_to('one iteration ahead', 'spills')} values spill. Without a limit, rung 3 waits "
+    f"{waits_of(free)}; rung 2 then waits {waits_of('descriptors, no limit')}."
+)
+no_gpu = lab.read(
+    "None of this needs a GPU: the assembler's reasons, the machine code, and the copies and waits "
+    "beside the edited kernel come from code compiled for an H200 when this page was built. All "
+    "other counts are those of the recorded run. ptxas numbers its remarks: C7512 is the one about "
+    "too few registers, and C7514 the one about the accumulator."
+)
+lab.together(reasons, same_code, in_ttgir, no_gpu, differing)
 
 # %%
 # Rung 5: the scale inside the exponential
 # ----------------------------------------
 #
 # The needless waits are gone. What else can go? A multiplication per score: so far the kernel
-# multiplies every score by the scale, and then subtracts the maximum.
-#
-# .. code-block:: python
-#
-#    qk = qk * scale_log2
-#    m_new = tl.maximum(m_i, row_max(qk))
-#    p = tl.exp2(qk - m_new[:, None])
+# scales every score, and then subtracts the maximum.
 #
 # The scale is positive, so the maximum may be taken before scaling. With :math:`x` for a dot
 # product, :math:`c` for the scale times :math:`\log_2 e` (``scale_log2``), and
@@ -1408,31 +1594,16 @@ lab.read(
 #
 #    m_new = tl.maximum(m_i, row_max(qk) * scale_log2)
 #    p = tl.exp2(qk * scale_log2 - m_new[:, None])
-#
-# .. dropdown:: ``_weigh`` with its flags
-#
-#    .. literalinclude:: attention_fast.py
-#       :language: python
-#       :pyobject: _weigh
-#       :start-at: if not FOLDED
-#       :dedent:
 
 # Drawing
-you_are_here("scale folded")
-
-# %%
-
-
-# Reading
 little = max(abs(gain("scale folded", mask)) for mask in ("full", "causal")) < 0.02
-lab.read(
-    told("scale folded")
-    + (
-        "One multiplication less per score is worth little, so these instructions are not what "
-        "limits the loop."
-        if little
-        else "So the instructions beside the exponential do slow the loop."
-    )
+measured(
+    "scale folded",
+    "One multiplication less per score is worth little, so these instructions are not what limits "
+    "the loop."
+    if little
+    else "So in this loop, with two programs, the instructions beside the exponential do cost "
+    "time.",
 )
 
 # %%
@@ -1478,25 +1649,21 @@ lab.measure(
 )
 
 # %%
-# Rung 6: heavy tiles of all heads first
-# --------------------------------------
+# Rung 6: heavy tiles first
+# -------------------------
 #
-# So far we looked at one SM. The last change is the order in which all programs start. In causal
-# attention the last queries see the most keys. If they start last, a few heavy programs run on at
-# the end while the rest of the GPU has nothing to do.
+# The last change is the order in which programs start. In causal attention the last queries see the
+# most keys. If they start last, a few heavy programs run on while the rest of the GPU is idle.
 
 # %% An animation
-# Here the 16 programs of two heads run on three SMs, two at a time on each. Light first and head by
-# head, a program of 8 tiles starts when most of the work is done. Heavy first, across both heads,
-# the light programs fill the gaps.
+# Here 16 programs of two heads run on three SMs with two slots each, one per program; the heaviest
+# are orange. Light first and head by head, they end at 16; heavy first, across both heads, at 13.
 #
 # .. animation:: light_or_heavy_first
 
 # %%
-# So the rung changes two things. ``HEAVY_FIRST`` reverses the order of the ``n_tiles`` tiles of a
-# head. And ``place``, which turns the number of a program into a tile of queries and a head, lets
-# programs alternate between ``HEADS_AT_ONCE`` heads, here 8, because otherwise the heavy tiles of
-# the last heads still start late:
+# So ``HEAVY_FIRST`` reverses the order of the tiles of a head. And ``place``, which turns the
+# number of a program into a tile and a head, alternates between ``HEADS_AT_ONCE`` heads:
 #
 # .. literalinclude:: attention_fast.py
 #    :language: python
@@ -1507,9 +1674,8 @@ lab.measure(
 
 # %%
 
-# Folded: A simulation of all programs on an H200
 
-
+# Measuring
 def finish_time(weights, slots=264):
     free = [0] * slots
     for weight in weights:
@@ -1527,7 +1693,7 @@ def heavy_first(tiles, heads, at_once):
     ]
 
 
-rows = []
+simulated, promised = [], {}
 for tiles, heads in ((32, 64), (32, 16), (128, 16)):
     fitting = 30 * 2**20 // (2 * tiles * 128 * 128 * 2)  # into half of an H200's L2
     at_once = 2 ** (fitting.bit_length() - 1)
@@ -1544,52 +1710,65 @@ for tiles, heads in ((32, 64), (32, 16), (128, 16)):
     row["light first"], row["heavy first, head by head"] = (f"{x} %" for x in busy[:2])
     row["as many heads as run at once"] = f"{at_once} heads: {busy[2]} %"
     row["all heads"] = f"{busy[3]} %"
-    if not rows:
-        assert at_once == 8, "the text says so"
-        reversal_alone, promised = (x / busy[0] - 1 for x in busy[1:3])
-    rows.append(row)
+    if not simulated:
+        promised = {
+            "heads": heads,
+            "at once": at_once,
+            "reversal": busy[1] / busy[0] - 1,
+            "rung": busy[2] / busy[0] - 1,
+            "all": busy[3] / busy[0] - 1,
+        }
+    simulated.append(row)
 
-lab.table(
-    rows,
-    "Share of the slots at work, causal. 132 SMs with two slots each; a slot that is free takes "
-    "the next program, whose time is its tiles of keys. The ladder measures the first row",
+# %%
+
+# Drawing
+reversal = promised["reversal"]
+measured(
+    "heavy first",
+    "Without a mask all programs are equally long. "
+    if abs(gain("heavy first", "full")) < CHANCE
+    else "",
+    f"A simulation of all programs promises {100 * promised['rung']:.0f} % with it. "
+    + (
+        "The GPU gains less; perhaps a program beside an idle slot runs faster."
+        if gain("heavy first", "causal") < promised["rung"]
+        else ""
+    ),
+    both=True,
 )
-
-# %%
-# .. dropdown:: Which tile of which head a program computes
-#
-#    All heads at once may have more keys and values than L2 holds, so the programs alternate
-#    between only as many heads as fit into half of the cache, a power of two, and without a mask
-#    not at all.
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
-#       :pyobject: place
-
-# %%
-
-# Reading
-short = gain("heavy first", "causal") < promised
-you_are_here("heavy first")
 
 # %%
 
 # Reading
 lab.read(
-    told("heavy first")
-    + (
-        "Without a mask all programs are equally long, and the order does not matter. "
-        if abs(gain("heavy first", "full")) < CHANCE
-        else ""
+    f"Programs alternate between {promised['at once']} of the {promised['heads']} heads, because "
+    f"the keys and values of so many fit into half of the L2 cache."
+)
+
+# %%
+
+# Folded: The simulation of all programs on an H200
+occupied = lab.table(
+    simulated,
+    "Share of the slots at work, causal. 132 SMs with two slots each; a slot that is free takes "
+    "the next program, whose time is its tiles of keys. The ladder measures the first row",
+)
+other_orders = lab.read(
+    (
+        "In the simulation the reversal alone, head by head, gains nothing, because the heavy "
+        "tiles of the last head still start late"
+        if abs(reversal) < 0.01
+        else f"In the simulation the reversal alone, head by head, gains {100 * reversal:.0f} %"
     )
-    + f"A simulation of all programs promises {100 * promised:.0f} %, and for the reversal alone, "
-    "which we did not time, "
-    + ("nothing. " if abs(reversal_alone) < 0.01 else f"{100 * reversal_alone:.0f} %. ")
     + (
-        "The GPU gains less, probably because a program beside an idle slot runs faster."
-        if short
-        else ""
+        f", and all {promised['heads']} heads at once would gain a little more; we timed neither."
+        if promised["all"] > promised["rung"] + 0.005
+        else f", and all {promised['heads']} heads at once no more than {promised['at once']}; we "
+        f"timed neither."
     )
 )
+lab.together(occupied, other_orders)
 
 # %%
 # Each change taken back
@@ -1601,22 +1780,14 @@ raised = {
     mask: steps.rate(last, mask=mask) / steps.rate("in stages", mask=mask) - 1
     for mask in ("causal", "full")
 }
-above = steps.rate(last, mask="full") > from_hbm
 lab.read(
     f"Together, the six changes raise the speed by {100 * raised['causal']:.0f} % with the causal "
     f"mask, and by {100 * raised['full']:.0f} % without. We call the last rung the **finished "
-    f"kernel**. "
-    + (
-        f"Without a mask it reaches {steps.rate(last, mask='full'):.0f} TFLOP/s, more than the "
-        f"{from_hbm:.0f} that HBM alone would allow, so L2 does serve some of the loads."
-        if above
-        else ""
-    )
+    f"kernel**."
 )
 
 # %%
-# What a change gains depends on the changes before it. So we also take each one back by itself,
-# from the finished kernel, and count what its code then spills and how often it waits:
+# What a change gains depends on the changes before it. So we also take each one back by itself:
 
 
 # Measuring
@@ -1633,7 +1804,7 @@ for name in list(LADDER)[1:]:
     waits, matmuls = (
         compiled_to(version, what) for what in ("waits for them", "matmul instructions")
     )
-    row["waits"] = f"{waits} of {matmuls}"
+    row["waits"] = f"{waits} of {matmuls}".replace(" ", "\N{NO-BREAK SPACE}")
     rows.append(row)
 if steps.provenance is None or not made:
     rows = []
@@ -1651,76 +1822,77 @@ worth = {
     for name in list(LADDER)[1:-1]
 }
 most = max(worth, key=worth.get)
-alone = "two programs"
+alone, ahead_of = "two programs", "one iteration ahead"
 lab.read(
     f"The finished kernel loses most without “{most}”"
     + (
-        ", the change that seemed worth nothing. At its rung the second program only made up for "
-        "what making room for it had cost. The pauses are gone now, and its gain shows. "
+        ", the change that gained nothing: the pauses are gone now, and its worth shows. "
         if most == alone
-        and abs(gain(alone, "causal")) < CHANCE
+        and gain(alone, "causal") < CHANCE
         and compiled_to(last, "waits for them") == 6
         else ". "
     )
     + (
-        f"Scores ahead are worth more than their rung showed, too: without them the code waits "
-        f"after each instruction, for the assembler’s reason “"
-        f"{seen['without one iteration ahead']['reason']}”. "
+        f"The same holds for rung 3, whose {in_percent(gain(ahead_of, 'causal'))} "
+        f"becomes {in_percent(-worth[ahead_of])}. Without it the code waits after each instruction "
+        f"again, for the reason “{seen['without one iteration ahead']['reason']}”, so the new "
+        f"order is what lets the loop fit into 128 registers without pauses. "
         if seen
         and seen["without one iteration ahead"]["reason"]
-        and worth["one iteration ahead"] > gain("one iteration ahead", "causal")
+        and worth[ahead_of] > gain(ahead_of, "causal")
         else ""
     )
     + (
-        f"Without descriptors {compiled_to('without descriptors', 'spills')} values spill, and "
-        f"threads compute addresses again; we did not tell the two apart."
+        f"Without descriptors {compiled_to('without descriptors', 'spills')} values spill."
         if compiled_to("without descriptors", "spills") > 0
         else ""
     )
 )
 
 # %%
-# Are the changes good by themselves? We make them once more without rung 1, with three stages and
-# no register limit, so that one program runs on an SM:
 
-# Reading
+
+# Measuring
 names = list(LADDER)
 with_one = ["in stages", *ONE_PROGRAM, "without two programs"]
-lab.table(
-    [
-        {
-            "up to rung": "none, and 1" if number == 1 else f"{number}, {two}",
-            "one program": of_matmul(one, "full"),
-            "two programs": of_matmul(two, "full"),
-        }
-        for number, (one, two) in enumerate(zip(with_one, names[1:], strict=True), 1)
-    ]
-    if steps.rows
-    else [],
-    "The ladder with one program on an SM, and with two: percent of a matmul, no mask",
-)
+alone_up = {
+    f"rung {number}": change(one, before, "full")
+    for number, (before, one) in enumerate(zip(with_one, with_one[1:], strict=False), 2)
+    if number < 6  # without a mask rung 6 has nothing to do
+}
+losing = [name for name, up in alone_up.items() if up < -CHANCE]
+winning = [name for name, up in alone_up.items() if up > CHANCE]
+neither = [name for name in alone_up if name not in (*losing, *winning)]
+never_back = change("without two programs", "in stages", "full")
+
+
+def do(found, one, several):
+    """Who does what: a list of rungs and a verb."""
+    return (
+        f"{' and '.join(found)} {one if len(found) == 1 else several}" if found else ""
+    )
+
+
+def in_a_row(*parts):
+    """What several do, as a sentence."""
+    *first, final = [part for part in parts if part]
+    said = f"{', '.join(first)}, and {final}" if first else final
+    return f"{said[0].upper()}{said[1:]}."
+
 
 # %%
 
 # Reading
-never_back = change("without two programs", "in stages", "full")
-alone_up = {
-    f"rung {number}": change(one, before, "full")
-    for number, (before, one) in enumerate(zip(with_one, with_one[1:], strict=False), 2)
-}
-losing = [name for name, up in alone_up.items() if up < -CHANCE]
 lab.read(
-    f"With one program on an SM, {' and '.join(losing)} lose speed, and the other changes do "
-    f"not win all of it back: the last row is {-100 * never_back:.0f} % slower than the start. "
-    f"These changes pay only beside a second program. "
-    + (
-        "Rung 3 loses most: even without the register limit it waits after each instruction. Rung "
-        "4 removes those waits, and yet the kernel stays slower than rung 2, probably because in "
-        "the new order a program waits for each matmul, where `p v` ran on into the next iteration "
-        "before. Another program can fill such waits."
-        if min(alone_up, key=alone_up.get) == "rung 3"
-        else ""
+    f"With one program on an SM the same changes do not add up: from "
+    f"{of_matmul('in stages', 'full')} of a matmul without a mask they lead to "
+    f"{of_matmul('without two programs', 'full')}. "
+    + in_a_row(
+        do(losing, "loses", "lose"),
+        do(winning, "wins a part back", "win a part back"),
+        do(neither, "changes nothing", "change nothing"),
     )
+    + " Together, the changes pay only beside a second program."
     if never_back < -CHANCE and losing
     else f"With one program on an SM the same changes alter the speed of the start, without a "
     f"mask, by {100 * never_back:+.0f} %."
@@ -1728,8 +1900,34 @@ lab.read(
 
 # %%
 
-# Folded: The two halves of rung 1 in the finished kernel
-lab.table(
+# Folded: The ladder with one program on an SM, and the two halves of rung 1
+one_and_two = lab.table(
+    [
+        {
+            "up to rung": "none, and 1" if number == 1 else f"{number}, {two}",
+            "one program": of_matmul(one, "full"),
+            "two programs": of_matmul(two, "full"),
+        }
+        for number, (one, two) in enumerate(zip(with_one, names[1:], strict=True), 1)
+        if number < 6
+    ]
+    if steps.rows
+    else [],
+    "The ladder with one program on an SM (three stages, no register limit), and with two: percent "
+    "of a matmul, no mask",
+)
+why = lab.read(
+    "Rung 6 has nothing to do without a mask. Why rung 2 loses here, we do not know. "
+    + (
+        "Rung 3 loses most: without the register limit, too, it waits after each instruction. Rung "
+        "4 removes those waits, and yet the kernel stays slower than rung 2, probably because in "
+        "the new order a program waits for `p v` before it hands over the next `q kᵀ`, where in "
+        "the old one it waited for both at once. A second program can fill such waits."
+        if min(alone_up, key=alone_up.get) == "rung 3"
+        else ""
+    )
+)
+halves = lab.table(
     by_half(
         {
             "both": last,
@@ -1738,43 +1936,23 @@ lab.table(
             "none": "without two programs",
         }
     ),
-    "The finished kernel with one or both halves of rung 1: with two stages alone, the compiler "
-    "keeps to the limit by itself, or nearly so",
+    "The finished kernel, causal, with one or both halves of rung 1: with two stages alone, the "
+    "compiler keeps to the limit by itself, or nearly so",
 )
+lab.together(one_and_two, why, halves)
 
 # %%
 # What the exponentials still cost
 # --------------------------------
 #
-# We began with a count: a kernel that takes turns between matmuls and exponentials has its tensor
-# cores at work for two thirds of the time at most. And ours? A percentage of cuBLAS cannot tell,
-# because cuBLAS leaves the tensor cores idle at times, too, and a GPU under load lowers its clock.
+# In a kernel that takes turns between matmuls and exponentials, the tensor cores are at work for
+# two thirds of the time at most. To compare ours we count cycles, because cuBLAS also leaves the
+# tensor cores idle at times, and a GPU lowers its clock under load: a tiny kernel before and after
+# each run writes down the cycle counter of every SM. *Tensor cores at work* is the number of cycles
+# that the matmuls need, at 4,096 operations per cycle, divided by the number counted.
 #
-# So we count cycles: a tiny kernel before and after each run writes down the cycle counter of every
-# SM. *Tensor cores at work* is the cycles that the matmuls need, at 4,096 operations per cycle,
-# divided by these. And to see what the exponentials cost, we delete them from the intermediate
-# code. The results are then wrong, but everything else is still done.
-#
-# .. dropdown:: How the cycles are read, and how the exponentials are deleted
-#
-#    Each SM counts its cycles in the register ``%clock64``, and ``%smid`` is the number of the SM.
-#    We take the median of all SMs, and then of 40 runs. The difference includes a few microseconds
-#    in which the kernels start. Matmuls need at least their number of operations divided by 4,096
-#    per SM and cycle, and exponentials theirs divided by 16.
-#
-#    .. literalinclude:: attention_fast.py
-#       :language: python
-#       :pyobject: _stamp_kernel
-#       :start-at: sm = tl
-#       :dedent:
-#
-#    .. literalinclude:: attention_fast.py
-#       :language: python
-#       :pyobject: no_exponentials
-#
-#    .. literalinclude:: attention_fast.py
-#       :language: python
-#       :pyobject: edited
+# To see what the exponentials cost, we delete them from the TTGIR, so that each becomes its
+# exponent. The results are then wrong, but all the rest is still done.
 
 
 # Measuring
@@ -1871,27 +2049,51 @@ def counted_cycles():
 
 # %%
 
-# Folded: The cycles, the clocks, and what the compiler made
+# Folded: How the cycles are counted and the exponentials deleted, the clocks, and all counts
 in_cycles = lab.attempt("Cycles of an SM, length 4,096, no mask", counted_cycles)
-in_cycles
-
-
-# %%
-
-# Reading
+counting = lab.read(
+    "Each SM counts its cycles in the register `%clock64`, and `%smid` is the number of the SM. We "
+    "take the median of all SMs, and then of 40 runs. The difference includes a few microseconds "
+    "in which the kernels start. Matmuls need at least their number of operations divided by 4,096 "
+    "per SM and cycle, and exponentials theirs divided by 16. Two functions do the rest:"
+)
 counted = {row["kernel"]: row for row in in_cycles.rows}
-COUNTED = {
-    "matmul": "cuBLAS's matmul, twice the operations",
-    "start": "the start",
-    "finished, one program": "finished, but one program per SM",
-    "finished": "finished",
-}
 
 
 def at_work(name):
     """For how much of a run the tensor cores work, in percent, by the count."""
     row = counted.get(name, {})
     return 100 * row.get("matmuls, at least", nan) / row.get("cycles, thousands", nan)
+
+
+clocks = {name: row.get("clock, MHz", nan) for name, row in counted.items()}
+in_these_cycles = at_work("finished") / at_work("matmul")
+two_measures = lab.read(
+    f"In cycles our kernel reaches {100 * in_these_cycles:.0f} % of cuBLAS, and in time "
+    f"{of_matmul(last, 'full')}, because the clock was lower during the matmul: "
+    f"{clocks.get('matmul', nan):,.0f} against {clocks.get('finished', nan):,.0f} MHz."
+)
+lab.together(
+    counting,
+    lab.listing(
+        {
+            "The kernel that writes down the counters": _stamp_kernel,
+            "What deletes the exponentials from the intermediate code": no_exponentials,
+        }
+    ),
+    in_cycles,
+    two_measures,
+)
+
+# %%
+
+# Reading
+COUNTED = {
+    "matmul": "cuBLAS's matmul, twice the operations",
+    "start": "the start",
+    "finished, one program": "finished, but one program per SM",
+    "finished": "finished",
+}
 
 
 def saved(name):
@@ -1903,53 +2105,64 @@ def saved(name):
     return with_them - without_them
 
 
+def cycles(name):
+    """Thousands of cycles as a table shows them."""
+    return f"{counted[name]['cycles, thousands']:,.0f}" if name in counted else "—"
+
+
+needs = counted.get("finished", {}).get("exponentials, at least", nan)
 lab.table(
     [
         {
             "kernel": words,
-            "thousand cycles": f"{counted[name]['cycles, thousands']:,.0f}",
+            "cycles": cycles(name),
             "tensor cores at work": f"{at_work(name):.0f} %",
-            "saved without exponentials": "—"
-            if name == "matmul"
-            else f"{saved(name):,.0f}".replace("-", "−"),
+            "without exponentials": cycles(f"{name}, no exponentials"),
         }
         for name, words in COUNTED.items()
         if name in counted
     ],
-    "Cycles of an SM at length 4,096 without a mask, and thousands of them saved without "
-    "exponentials",
+    "Cycles of an SM, in thousands; length 4,096, no mask."
+    + (f" The exponentials alone need at least {needs:.0f}" if needs == needs else ""),
 )
 
 # %%
 
 # Reading
-alone_take = counted.get("finished", {}).get("exponentials, at least", nan)
 hidden = {
-    name: 100 * min(1, max(0, 1 - saved(name) / alone_take))
-    for name in list(COUNTED)[1:]
+    name: 100 * min(1, max(0, 1 - saved(name) / needs)) for name in list(COUNTED)[1:]
 }
+bare = counted.get("finished, no exponentials", {})
+waits_stay = bare.get("waits") == counted.get("finished", {}).get("waits")
 lab.read(
-    f"By the same count the exponentials need {alone_take:.0f} thousand cycles. "
-    + (
-        "Deleting them does not make the finished kernel faster, so they are hidden entirely. "
+    (
+        "Deleting them saves the finished kernel nothing. "
         if hidden["finished"] > 97
-        else f"Deleting them saves the finished kernel {saved('finished'):,.0f}, so "
+        else f"Deleting them saves the finished kernel {saved('finished'):,.0f} thousand cycles: "
         f"{hidden['finished']:.0f} % of their time is hidden. "
     )
     + (
-        "(It even takes a few more cycles without them; we do not know why.) "
-        if saved("finished") < -20
+        f"It even takes {-100 * saved('finished') / counted['finished']['cycles, thousands']:.0f} "
+        f"% more cycles, for a reason that we do not know, at a higher clock: "
+        f"{counted['finished']['µs']:.0f} µs with them and {bare['µs']:.0f} without. "
+        if counted and saved("finished") < -20
+        else ""
+    )
+    + (
+        f"Its code waits {bare['waits']} times, as before. "
+        if bare and waits_stay
+        else ""
+    )
+    + (
+        "Within a few percent, the exponentials are hidden. "
+        if hidden["finished"] > 97
         else ""
     )
     + f"The same kernel with one program on an SM would save {saved('finished, one program'):,.0f} "
     f"thousand. "
     + (
-        "This is what the picture at the beginning promised of a second program. "
-        if hidden["finished"] > hidden["finished, one program"] + 10
-        else ""
-    )
-    + (
-        "The start, also with one program, hides more than that; we did not measure how."
+        f"The start, also with one program, hides all but {saved('start'):,.0f} of the "
+        f"{needs:.0f} thousand; we did not measure how."
         if hidden["start"] > hidden["finished, one program"] + 10
         else ""
     )
@@ -1962,19 +2175,14 @@ lab.read(
     f"Still, the tensor cores are at work for only {at_work('finished'):.0f} % of the time, where "
     f"cuBLAS reaches {at_work('matmul'):.0f} %. "
     + (
-        "That looks like the bound of a kernel that takes turns, but it is not, because deleting "
-        "the exponentials would then save time. "
+        "That looks like the bound of a kernel that takes turns, but then deleting the "
+        "exponentials would save time. "
         if abs(at_work("finished") - bound_of_turns(128)) < 3
         and hidden["finished"] > 80
         else ""
     )
-    + "The rest may be memory, other instructions, such as maxima and sums, or moments in which "
-    "both programs wait; we have not told them apart. "
-    + (
-        "Rung 5 speaks for the instructions: it removed one per score, and gained."
-        if min(gain("scale folded", mask) for mask in ("causal", "full")) > CHANCE
-        else ""
-    )
+    + "The rest may be memory, other instructions, or moments in which both programs wait; we have "
+    "not told them apart. "
 )
 
 # %%
@@ -2003,24 +2211,22 @@ def with_roles():
 # Reading
 roles = with_roles()
 lab.read(
-    "There is a kernel that overlaps matmuls and the rest by design: its warps have roles, so that "
-    "one half computes exponentials while the other half's matmul runs."
+    "Warps with roles overlap by design: one half computes exponentials while the other half's "
+    "matmul runs. They take Gluon, the language below Triton."
     + (
-        f" With that and other changes, and in a run of its own, attention without a mask at "
-        f"length 4,096 goes from {100 * roles[0]:.0f} to {100 * roles[1]:.0f} % of a matmul."
+        f" With that and other changes, attention without a mask goes from {100 * roles[0]:.0f} to "
+        f"{100 * roles[1]:.0f} % of a matmul in a run of its own."
         if roles and roles[1] > roles[0]
         else ""
     )
 )
 
 # %%
-# It is written in Gluon, the language below Triton, because in plain Triton all warps of a program
-# run the same code.
 # :doc:`/chapters/attention_hopper` builds it.
 
 # %%
-# The kernel of the package
-# -------------------------
+# The package's kernel, and its checks
+# ------------------------------------
 #
 # The package's kernel has this loop with every flag on. It also takes any head_dim up to 256,
 # windows, grouped heads and strides, and writes :term:`lse <logsumexp>` for the backward pass.
@@ -2043,15 +2249,18 @@ lab.read(
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
 #       :pyobject: attention_fwd_kernel
-
-# %%
-# Is it right?
-# ------------
+#
+#    ``place`` says which tile of which head a program computes. The programs alternate between as
+#    many heads as fit into half of L2 with their keys and values, a power of two, and without a
+#    mask not at all.
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
+#       :pyobject: place
 #
 # A kernel like this goes wrong first at sizes that no tile divides, such as lengths of 1, 127 and
-# 1,000, or head_dim 80. The check compares these with float64. In 16 bits the error may be twice
-# PyTorch's, or one unit in the last place, and in float32 eight times, because each multiplication
-# by ``alpha`` adds a rounding. All checks pass.
+# 1,000, or head_dim 80. Compared with float64, we allow these twice PyTorch's own error in 16 bits
+# (or one unit in the last place), and eight times in float32, where each multiplication by
+# ``alpha`` adds a rounding that counts. All checks pass.
 
 
 # Measuring
@@ -2110,8 +2319,8 @@ def every_case():
 
 # %%
 
-# Folded: Every check, by batch, heads, heads of keys, queries, keys and head_dim
-lab.check("attention", every_case())
+# Measuring
+every_check = lab.check("attention", every_case())
 
 # %%
 
@@ -2146,11 +2355,12 @@ assert all(properties.values())
 
 # %%
 
-# Folded: Relations that must be true for any input, all of which hold
-lab.table(
+# Folded: Every check, by batch, heads, heads of keys, queries, keys and head_dim, and relations
+relations = lab.table(
     [{"property": name, "holds": holds} for name, holds in properties.items()],
-    "Properties",
+    "Relations that must be true for any input",
 )
+lab.together(every_check, relations)
 
 # %%
 # How fast is it?
@@ -2158,8 +2368,8 @@ lab.table(
 #
 # The best libraries are still faster than the kernel in plain Triton. FlexAttention, *SDPA flash*
 # (FlashAttention-2) and *SDPA cuDNN* (NVIDIA's) come with PyTorch. *FlashAttention* is
-# FlashAttention 4, a Python package which also has kernels for Hopper; FlashAttention 3 has to be
-# built from source, and we have not timed it. Every point has 16,384 tokens in all.
+# FlashAttention 4; version 3, which has to be built from source, we have not timed. Every point has
+# 16,384 tokens.
 
 # Measuring
 LENGTHS = [1024, 4096, 16384]
@@ -2234,14 +2444,8 @@ lines_of(128)
 
 # %%
 
-# Folded: The same at head_dim 64
-lines_of(64)
 
-# %%
-
-# Folded: All points, and the libraries that are faster
-
-
+# Measuring
 def ahead_of_ours(**where):
     """The libraries that are faster at a point by more than 1 %, with their TFLOP/s."""
     ours = speed.rate("Kernel Book", **where)
@@ -2265,10 +2469,6 @@ for point in points(LENGTHS, (128, 64)):
         }
     )
 
-lab.table(
-    at_points if speed.rows else [],
-    "The plain Triton kernel, and the libraries that are faster by more than 1 %",
-)
 
 # %%
 
@@ -2286,31 +2486,54 @@ def gaps(name):
     return found
 
 
-def told_of(name):
-    """Where a library is ahead, in words."""
-    if name in speed.skipped:
-        return f"{name} is absent from this run; the notes under the figures say why. "
-    found = gaps(name)
-    if not found:
-        return f"{name} is faster at none of them. "
-    return f"{name} is faster at {len(found)} of them, by up to {max(found):.0f} %. "
+def told_of(names):
+    """At how many points some libraries are ahead, and by how much, in words."""
+    ahead = {name: gaps(name) for name in names if name not in speed.skipped}
+    said = []
+    for name, found in ahead.items():
+        if found:
+            at = (
+                f"at {len(found)}"
+                if said
+                else f"is ahead at {len(found)} of the {len(at_points)}"
+            )
+            of = "" if said else " points in this figure and in the fold below"
+            said.append(f"{name} {at}{of}, by up to {max(found):.0f} %")
+    nowhere = [name for name, found in ahead.items() if not found]
+    return (
+        (f"{', and '.join(said)}. " if said else "")
+        + (
+            f"{do(nowhere, 'is', 'are')} nowhere ahead by more than 1 %. "
+            if nowhere
+            else ""
+        )
+        + "".join(
+            f"{name} is absent from this run; the notes under the figures say why. "
+            for name in names
+            if name in speed.skipped
+        )
+    )
 
-
-beaten = sum(row["faster libraries"] != "none" for row in at_points)
 
 lab.read(
-    f"At {beaten} of the {len(at_points)} points in this figure and in the fold, a library is "
-    f"faster by more than 1 %. "
-    + "".join(told_of(name) for name in ("FlashAttention", "SDPA cuDNN"))
+    told_of(("FlashAttention", "SDPA cuDNN", "SDPA flash", "FlexAttention"))
     if speed.rows
     else f"{speed.rate('Kernel Book')}"
 )
 
 # %%
 
-# Folded: Why short lengths are further from the matmul
+# Folded: The same at head_dim 64, and all points with the libraries that are faster
+lines_of(64)
+lab.table(
+    at_points if speed.rows else [],
+    "The plain Triton kernel, and the libraries that are faster by more than 1 %",
+)
+
+# %%
 
 
+# Measuring
 def constants_of(name):
     """What happens once per program, in tiles of 64 keys, by two pairs of lengths."""
     where = {"head_dim": 128, "mask": "full"}
@@ -2329,17 +2552,6 @@ own = constants_of("Kernel Book")
 best, _ = speed.best_peer(*LIBRARIES, head_dim=128, mask="full", seqlen=1024)
 beside = constants_of(best) if best != "none" else [nan, nan]
 once = [100 * tiles / (16 + tiles) for tiles in own]
-lab.read(
-    f"What happens once per program, such as loading the queries, weighs more there: two estimates "
-    f"put it at {once[0]:.0f} and {once[1]:.0f} % of our kernel's time at length 1,024 without a "
-    f"mask. For them we assume that the time of a program is a constant plus a time for each tile "
-    f"of keys. All three lengths have the same number of programs, so any two of their times, at "
-    f"head_dim 128 without a mask, give both parts. From 1,024 and 16,384 the constant is as long "
-    f"as {own[0]:.1f} tiles of 64 keys, and from 1,024 and 4,096 as {own[1]:.1f}. The two differ, "
-    f"so the assumption holds only roughly. For {best}, the fastest library at 1,024, they are "
-    f"{beside[0]:.1f} and {beside[1]:.1f}. With a causal mask the kernel also discards half of "
-    f"each tile on the diagonal, at length 1,024 an eighth more work."
-)
 
 # %%
 
@@ -2352,7 +2564,7 @@ def launch(head_dim, dtype):
 
 # %%
 
-# Folded: What the compiler made of the kernel in each dtype
+# Measuring
 facts = lab.facts(
     "What the compiler made of the kernel, causal",
     {
@@ -2363,7 +2575,6 @@ facts = lab.facts(
         for dtype in (torch.bfloat16, torch.float32)
     },
 )
-facts
 
 # %%
 
@@ -2395,9 +2606,8 @@ def small_inputs():
 
 # %%
 
-# Folded: Time per call
+# Measuring
 small = lab.measure("Time per call, back to back, 16 heads, head_dim 128", small_inputs)
-small
 
 # %%
 
@@ -2423,28 +2633,55 @@ outlasts = last_one.get("Kernel Book, µs", nan) > 1.3 * first.get(
     "Kernel Book, µs", nan
 )
 lab.read(
-    f"**Small inputs.** A small kernel is done before Python has prepared the next launch, and "
-    f"this host code sets the time. At length {first.get('length', nan):,} with 16 heads a call "
-    f"takes {first.get('Kernel Book, µs', nan):.0f} µs, {beside_sdpa(first)} "
-    f"`scaled_dot_product_attention`, which chooses its own backend"
-    + "."
+    f"At length {first.get('length', nan):,} the host code sets the time: a call of 16 heads "
+    f"takes {first.get('Kernel Book, µs', nan):.0f} µs, {beside_sdpa(first)}."
+)
+
+# %%
+
+# Folded: Short lengths, dtypes and small inputs
+short_lengths = lab.read(
+    f"**Short lengths** are further from the matmul, because what happens once per program, such "
+    f"as loading the queries, weighs more there: two estimates put it at {once[0]:.0f} and "
+    f"{once[1]:.0f} % of our kernel's time at length 1,024 without a mask. For them we assume that "
+    f"the time of a program is a constant plus a time for each tile of keys. All three lengths "
+    f"have the same number of programs, so any two of their times, at head_dim 128 without a mask, "
+    f"give both parts. From 1,024 and 16,384 the constant is as long as {own[0]:.1f} tiles of 64 "
+    f"keys, and from 1,024 and 4,096 as {own[1]:.1f}. The two differ, so the assumption holds only "
+    f"roughly. For {best}, the fastest library at 1,024, they are {beside[0]:.1f} and "
+    f"{beside[1]:.1f}. With a causal mask the kernel also discards half of each tile on the "
+    f"diagonal, at length 1,024 an eighth more work."
+)
+per_call = lab.read(
+    "**Time per call**, of one sequence with 16 heads and no mask, while SDPA chooses its own "
+    "backend; we did not record which."
     + (
-        f" At {last_one.get('length', nan):,} the kernel takes longer than the host code, and the "
-        f"call takes {beside_sdpa(last_one)}."
+        f" At length {last_one.get('length', nan):,} the kernel takes longer than the host code, "
+        f"and the call takes {beside_sdpa(last_one)}. In the figure above, inputs of this length "
+        f"hold four sequences, and another backend may be the fastest."
         if outlasts
         else ""
     )
 )
+lab.together(short_lengths, facts, per_call, small)
 
 # %%
 # What breaks it
 # --------------
 #
-# **A descriptor that flattens the heads.** All heads lie one after the other in memory. If a
-# descriptor presents them as one matrix of (batch · heads · length) rows, the copy engine does not
-# know where a head ends. In this example with two heads of 20 rows, and tiles of 16, one program
-# copies the last tile of the *first* head, times ten:
+# **A descriptor that flattens the heads.** If a descriptor presents all heads as one matrix of
+# (heads · length) rows, the copy engine does not know where a head ends. With two heads of 20 rows,
+# and tiles of 16, the program of the last tile of the *first* head multiplies it by ten:
+#
+# .. code-block:: python
+#
+#    y_desc.store([0, 16, 0], x_desc.load([0, 16, 0]) * 10)  # heads apart
+#    y_desc.store([16, 0], x_desc.load([16, 0]) * 10)  # flattened
 
+# %%
+
+
+# Measuring
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
@@ -2479,27 +2716,19 @@ assert [row["in head 1"] for row in rows] == [0, 12]
 lab.table(rows, "Rows that the program of head 0 wrote")
 
 # %%
-# The program wrote 12 rows of the wrong head. The program of that head writes them, too, and
-# whichever finishes last wins. Where the length is a multiple of the tile, nothing goes wrong,
-# which is why such a kernel passes many tests.
+# The program wrote 12 rows of the wrong head. That head's own program writes them as well, and
+# whichever finishes last wins. Such a kernel passes many tests, because nothing goes wrong where
+# the length is a multiple of the tile.
 
-# %%
 
-# Folded: Why reading past the end of a head is not harmless either
+# Measuring
 v = torch.zeros(32, 16)
 v[20:] = torch.inf  # the first rows of the next head
 weights = torch.zeros(1, 32)
 weights[:, :20] = 1 / 20
 found = (weights @ v)[0, 0].item()
-lab.read(
-    f"With 20 values of 0, and 12 infinite ones of the next head at weight zero, the sum is "
-    f"{str(found).replace('nan', 'NaN')}, because zero times infinity is."
-)
-
-# %%
 
 
-# Measuring
 def greedy():
     q, _, _ = draw(1, 4, 1024, 128)
     config = tuned.by_descriptor(128, 128, num_warps=8, num_stages=5, shared=0)
@@ -2516,37 +2745,42 @@ refused = lab.measure("128 queries and 128 keys in a tile, 5 stages", greedy)
 
 # %%
 
-# Folded: Too much shared memory
+# Folded: Reading past the end of a head, and too much shared memory
+past_the_end = lab.read(
+    f"**Reading** past the end of a head is not harmless either, although the weights there are "
+    f"zero. With 20 values of 0, and 12 infinite ones of the next head at weight zero, the sum is "
+    f"{str(found).replace('nan', 'NaN')}, because zero times infinity is."
+)
 said = " ".join(row["what the launch says"] for row in refused.rows) or f"{nan}"
 sizes = re.search(r"Required: (\d+), Hardware limit: (\d+)", said)
-lab.read(
-    f"Every pipeline stage has its own tile of keys and of values. With 5 of 128 keys, the kernel "
-    f"would need {int(sizes[1]):,} bytes, and a program may have {int(sizes[2]):,}. The launch "
-    f"raises `{said.split(':')[0]}`, so the package takes the first configuration that fits."
+too_much = lab.read(
+    f"**Too much shared memory.** Every pipeline stage has its own tile of keys and of values. "
+    f"With 5 of 128 keys, the kernel would need {int(sizes[1]):,} bytes, and a program may have "
+    f"{int(sizes[2]):,}. The launch raises `{said.split(':')[0]}`, so the package takes the first "
+    f"configuration that fits."
     if sizes
     else said
 )
+lab.together(past_the_end, too_much)
 
 # %%
 # In short
 # --------
 #
-# Attention comes near the speed of a matmul only if its exponentials run while the tensor cores
-# work. A second program on the same SM does that, and for it a program must be small. But it pays
-# only if each program hands its matmuls over whole and waits once for each. A lack of registers
-# breaks that, and so does a copy of the accumulator that a harmless line brings about. So count the
-# waits in the machine code, ask the assembler for its reason, and take every change back once more
-# at the end, because what it is worth depends on the others.
+# A second program on an SM uses the tensor cores while the first computes exponentials, and for it
+# a program must be small. But it pays only if each program hands its matmuls over whole and waits
+# once for each. A lack of registers breaks that, and so does a copy of the accumulator. So count
+# the waits in the machine code, ask the assembler for its reason, and take every change back once
+# more at the end, because what it is worth depends on the others.
 #
 # :doc:`/chapters/attention_backward` turns to the gradient, and
-# :doc:`/chapters/attention_in_models` to a single query, whose keys it splits among programs.
+# :doc:`/chapters/attention_in_models` to a single query.
 #
 # Exercises
 # ---------
 #
-# **1. How many programs fit?** Which tiles of 64, 128 or 256 keys, and how many pipeline stages,
-# leave room on an SM for two programs of 128 queries at head_dim 128 in 16 bits, by shared memory
-# alone?
+# **1. How many programs fit?** Which tiles of 64, 128 or 256 keys, and how many stages, leave
+# shared memory for two programs of 128 queries at head_dim 128 in 16 bits?
 
 # %%
 
@@ -2563,9 +2797,44 @@ assert rows[0]["2 stages"] == "96 KiB: 2"
 lab.table(rows, "Shared memory per program, and how many programs fit on an SM")
 
 # %%
-# **2. A soft cap.** Some models bound their scores: a score :math:`s` becomes
-# :math:`b \tanh(s / b)` before the mask. Write the lines of ``_weigh`` for it, in PyTorch if you
-# like. How much of rung 5 is left?
+# **2. Too many waits?** A kernel has the loop of rung 4, once, with head_dim 64 and tiles of 128
+# keys. In the code of the loop you find 12 ``HGMMA`` and 12 ``WARPGROUP.DEPBAR``. How many should
+# there be, and what do you do next?
+
+# %%
+
+# Solution: too many waits
+#
+# An instruction takes 16 steps of the inner dimension, which is head_dim for q kᵀ and the keys of a
+# tile for p v. So 4 + 8 instructions are right, but at best each tl.dot waits once, and 2 waits are
+# enough. Ask ptxas with TRITON_DUMP_PTXAS_LOG=1. If it says "insufficient register resources", save
+# registers or raise the limit; if something reads accumulator registers, look in the TTGIR for what
+# copies or converts acc while p v runs. The rule, checked with the rungs of this page:
+
+
+def by_the_rule(head_dim, keys, loops):
+    """Matmul instructions, and waits at best, of some loops with two tl.dot each."""
+    return {
+        "matmul instructions": loops * (head_dim // 16 + keys // 16),
+        "waits": loops * 2,
+    }
+
+
+rows = [{"kernel": "yours"} | by_the_rule(64, 128, 1)]
+for words, name, loops in (
+    ("start", "in stages", 2),
+    ("rung 4", "two-step maximum", 3),
+):
+    rows.append({"kernel": words} | by_the_rule(128, 64, loops))
+    if name in made:  # rung 4 has a third pair of tl.dot outside its loops
+        assert made[name]["matmul instructions"] == rows[-1]["matmul instructions"]
+        assert made[name]["waits for them"] == rows[-1]["waits"]
+lab.table(rows, "What there should be")
+
+# %%
+# **3. A soft cap.** Some models bound their scores: a score :math:`s` becomes
+# :math:`b \tanh(s / b)` before the mask. Write the lines of ``_weigh`` for it. How much of rung 5
+# is left?
 
 # %%
 

@@ -10,16 +10,16 @@ You will learn
 
 - what each way of timing measures besides the kernel, and how to keep it out;
 - how many runs a claim needs, and how caches, clocks and power move a result;
-- how to judge a time: by the roofline, and how to ask the compiler and ``ncu`` what is wrong.
+- how to judge a time by the roofline, and how to find the cause of a bad one with the compiler and
+  ``ncu``.
 
-The measurements of this chapter need an NVIDIA GPU; without one they are those of a recorded run.
+Without an NVIDIA GPU the scripts show the numbers of a recorded run.
 """
 
-# sphinx_gallery_thumbnail_number = 4
+# sphinx_gallery_thumbnail_number = 3
 import csv
 import os
 import re
-import statistics
 import subprocess
 import sys
 import time
@@ -28,7 +28,6 @@ from functools import partial
 from unittest import mock
 
 import numpy
-import torch
 
 from kernelbook import dropout, lab, reference, runtime, seeded_dropout, softmax
 from kernelbook.lab import results
@@ -40,11 +39,11 @@ from kernelbook.ops.softmax.forward import row_fwd_kernel
 lab.start("measuring", "kernelbook.ops.dropout", "kernelbook.ops.softmax")
 
 # %%
-# The problem in PyTorch
-# ----------------------
+# Five ways to time one call
+# --------------------------
 #
-# We time the softmax of :doc:`a later chapter </chapters/softmax>`, which reads a matrix once and
-# writes one as large. The obvious way reads the clock before a call and after it.
+# We time the softmax of :doc:`a later chapter </chapters/softmax>`, in bfloat16: it reads a
+# matrix once and writes one as large. The obvious way reads the clock before a call and after it.
 
 
 def clock(run):
@@ -62,7 +61,7 @@ def clock(run):
 #    :class: kb-key
 #
 #    A call of a GPU operator is *asynchronous*: the host puts the kernel into a queue, called a
-#    :term:`stream`, and returns without waiting for it, often before it has begun.
+#    :term:`stream`, and returns without waiting for it to end.
 #
 # ``clock`` therefore measures how long the host takes to queue the work. So wait for the GPU:
 # ``torch.cuda.synchronize`` returns when the queue is empty.
@@ -96,7 +95,8 @@ def events(run, before=lambda: None):
 # %%
 # Even this can measure the host. When the queue is empty, the GPU reaches the first event at once
 # and then waits until the host has launched the kernel, and the wait counts. So give the GPU
-# something else to do before the first event, a *pause*, while the host queues what follows.
+# something else to do before the first event, a *pause*, while the host queues what follows
+# (``before`` is for that).
 #
 # .. image:: /figures/measuring-timelines.svg
 #    :alt: Timelines of the host and the GPU for four ways of timing. The clock stops when the host
@@ -105,11 +105,17 @@ def events(run, before=lambda: None):
 #          in which the GPU waits for the host. After a pause, both events and the kernel are queued
 #          before the GPU comes to them, and the events enclose the kernel alone.
 #
+# The orange span is what each way measures.
+#
 # The previous run leaves one more effect: a small input is still in the :term:`L2` cache, where the
 # next run finds it, although in a model other kernels would have replaced it by then. So overwrite
-# the cache first, with more zeros than any L2 holds. This is the fifth way and the best, here as
-# one function, to copy. Its pause, ``torch.cuda._sleep``, is private to PyTorch and counts clock
-# cycles: two million take about a millisecond, longer than the host needs to queue the call.
+# the cache before the pause, with more zeros than any L2 holds. This is the fifth way and the best,
+# here as one function, to copy. Its pause, ``torch.cuda._sleep``, is private to PyTorch and counts
+# clock cycles: two million take about a millisecond, longer than the host needs to queue the call.
+
+import statistics
+
+import torch
 
 
 def gpu_time(run, n=50):
@@ -261,11 +267,15 @@ large, small = (
 )
 
 best = "events, pause and flush"
+paused = "events after a pause"
 nothing = {way: cell(five_ways, way, "nothing, µs") for way in WAYS}
 added = large["clock and wait"] - large[best]
 lab.read(
-    f"The large softmax takes {large[best]:.0f} µs. The clock shows {large['clock']:.1f}, because "
-    f"it stops when the kernel is queued; with a wait it shows {added:.0f} µs too many."
+    f"The large softmax takes {large[best]:.0f} µs. `clock` shows {large['clock']:.1f}, because it "
+    f"stops when the kernel is queued; with a wait it shows {added:.0f} µs too many. Two events "
+    f"without a pause add {large['events'] - large[paused]:.0f} µs to the large softmax and "
+    f"{small['events'] - small[paused]:.0f} to the small one. All of that is the host's, "
+    "because it is gone after a pause; which step of the host takes how long we have not separated."
 )
 
 # %%
@@ -273,28 +283,107 @@ lab.read(
 # Reading
 lab.read(
     "For the small softmax nearly all of the time is the host's: after a pause and from a cold "
-    f"cache only {small[best]:.1f} µs are left, of which {nothing[best]:.1f} pass even with "
-    "nothing between the events."
-    + (
-        f" Two events without a pause show {small['events']:.0f}, even more than the clock with "
-        "its wait: probably so short a kernel, unlike the one drawn, ends before the host has "
-        "queued the second event, so that the GPU waits for that too."
-        if small["events"] > 1.01 * small["clock and wait"]
-        else ""
-    )
+    f"cache only {small[best]:.1f} µs are left. Two events with nothing between them are "
+    f"{nothing[best]:.1f} µs apart already (see the fold), and we do not subtract that, because a "
+    "kernel may overlap its events. So read a time below some 20 µs as an upper bound."
 )
 
 # %%
 # Most figures of this book are timed in the last way, because they compare kernels. A user who
 # waits for one answer waits for the host too, and ``clock_and_wait`` is then the honest way.
 #
-# What a launch costs the host
-# ----------------------------
+# **Is it right?** A kernel that does half of the work is fast. So before you time one, compare it
+# with float64 under a stated tolerance, as in the fold below.
+
+
+# %%
+
+
+# Measuring
+def cases():
+    shapes = ((64, 1024),) if runtime.INTERPRETED else ((64, 1024), (16384, 8192))
+    for rows, columns in shapes:
+        x = matrix(rows, columns)
+        truth = reference.softmax(x, -1)
+        what = f"({rows}, {columns})"
+        yield lab.Case(f"softmax {what}", "forward", softmax(x), x.softmax(-1), truth)
+    x = matrix(64, 1024)
+    keep = reference.keep_mask(
+        torch.arange(x.numel(), device=x.device).view(x.shape), 0.5, 7, rounds=7
+    )
+    ours, truth = seeded_dropout(x, 0.5, 7), reference.seeded_dropout(x, 0.5, 7)
+    yield lab.Case("dropout (64, 1024)", "forward", ours, x * keep / 0.5, truth)
+
+
+def sum_of_1000(number, accumulator):
+    total = torch.zeros((), dtype=accumulator)
+    for _ in range(1000):
+        total += number  # PyTorch casts number to the dtype of total
+    return total.item()
+
+
+FOUR_WAYS = {  # of numbers: accumulators, and whether the numbers are cast before
+    "float32": [("float32", False)],
+    "float16": [("float16", False), ("float32", False), ("float32", True)],
+    "bfloat16": [("bfloat16", False), ("float32", False)],
+}
+
+
+def sums():
+    for numbers, ways in FOUR_WAYS.items():
+        for accumulator, cast in ways:
+            number = torch.tensor(0.01, dtype=getattr(torch, numbers))
+            into = getattr(torch, accumulator)
+            found = sum_of_1000(number.to(into) if cast else number, into)
+            yield {
+                "numbers in": numbers + (", cast first" if cast else ""),
+                "accumulator in": accumulator,
+                "sum": f"{found:.4f}",
+                "off by, %": f"{100 * (found / 10 - 1):+.2f}".replace("-", "−"),
+            }
+
+
+rows = list(sums())
+by_way = {(row["numbers in"], row["accumulator in"]): row["sum"] for row in rows}
+assert by_way["float16", "float32"] == by_way["float16, cast first", "float32"]
+
+# %%
+
+# Reading
+lab.read(
+    f"0.01, added a thousand times in bfloat16, makes {float(by_way['bfloat16', 'bfloat16']):.0f} "
+    f"instead of 10, and {by_way['bfloat16', 'float32']} with an accumulator, the variable in "
+    "which it is added up, in float32. So numbers may be stored in 16 bits, but sums belong in 32."
+)
+
+# %%
+
+# Folded: Why 0.01, added a thousand times, makes 4, and the errors of softmax and dropout
+lab.together(
+    lab.source(sum_of_1000),
+    lab.table(rows, "0.01, added a thousand times"),
+    lab.read(
+        "The gap between neighbouring floats grows with the number. In bfloat16 it is 1/32 from 4 "
+        "on, so 4 + 0.01 is rounded back to 4 and the sum stops there. In float16 it does not "
+        "stop, but every addition is rounded to few bits. With a float32 accumulator little is "
+        "lost but the rounding of 0.01 itself. Casting the number to float32 first makes no "
+        "difference, because PyTorch casts before it adds: that a number was stored in 16 bits "
+        "costs it one rounding either way."
+    ),
+    lab.read(
+        "The tolerance is twice PyTorch's own error, or one unit in the last place (ulp) where "
+        "that is more."
+    ),
+    lab.check("What is timed", cases(), title="softmax and dropout"),
+)
+
+# %%
+# Pay the host once: CUDA graphs
+# ------------------------------
 #
-# What keeps the host busy for tens of microseconds? We take a call of :doc:`dropout
-# </chapters/dropout>` apart, which has one part more than softmax, because it draws a random seed.
-# Each part is called twenty times in a row, and we show the fastest of 60 such rows, because other
-# work of the host can only add to what the code itself needs.
+# For tens of microseconds the host runs Python code, which checks arguments, allocates the output
+# and launches the kernel.
+
 
 # Measuring
 import triton
@@ -330,95 +419,6 @@ def layers():
 
 
 host = lab.measure("What one call of dropout costs the host", layers)
-
-
-# %%
-
-
-# Drawing
-def host_parts(rows):
-    """The parts of a call of dropout: each with where it begins and ends, in µs."""
-    took = {row["call"]: row["µs"] for row in rows}
-    made, launched = took["torch.empty_like"], took["a cached launch"]
-    whole, drawn = took["seeded_dropout"], took["dropout, drawing a seed"]
-    ends = {
-        "making the output": made,
-        "launching the kernel": made + launched,
-        "the rest of seeded_dropout": whole,
-        "drawing a seed": drawn,
-    }
-    begins = [0, *ends.values()]
-    return [
-        (part, begins[place], end) for place, (part, end) in enumerate(ends.items())
-    ]
-
-
-BESIDES = {
-    "kernel[grid](...)": "Triton's own launch",
-    "copy_ of PyTorch": "all of y.copy_(x)",
-}
-
-
-def host_in_words(rows):
-    took = {row["call"]: row["µs"] for row in rows}
-    parts = "; ".join(
-        f"{part} {end - begin:.1f}" for part, begin, end in host_parts(rows)
-    )
-    beside = "; ".join(f"{label} {took[call]:.1f}" for call, label in BESIDES.items())
-    return f"Bars, µs of the host, each part from where the last ends: {parts}. Beside: {beside}."
-
-
-def host_bars(axes, rows):
-    took = {row["call"]: row["µs"] for row in rows}
-    parts = host_parts(rows)
-    beside = [(label, 0, took[call]) for call, label in BESIDES.items()]
-    places = [*range(len(parts)), *(len(parts) + 0.5 + n for n in range(len(beside)))]
-    for place, (_, begin, end) in zip(places, parts + beside, strict=True):
-        ink = lab.colour("Kernel Book" if place < len(parts) else "copy")
-        axes.barh(place, end - begin, 0.72, left=begin, color=ink)
-        axes.annotate(
-            f"{end - begin:.1f}", (end, place), (4, 0), va="center",
-            textcoords="offset points", fontsize=10,
-        )  # fmt: skip
-        if 0 < place < len(parts):  # a thread from the part before
-            axes.plot([begin, begin], [place - 1, place], color=ink, linewidth=0.8)
-    axes.figure.set_size_inches(5.4, 3.3)
-    axes.set_yticks(places, [label for label, *_ in parts + beside])
-    axes.set(xlabel="µs of the host, fastest of 60 rows of 20 calls")
-    axes.margins(x=0.12)
-    axes.grid(axis="y", visible=False)
-    axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
-
-
-lab.draw(host, "Where the host's time of one dropout goes", host_in_words, host_bars)
-
-# %%
-
-# Reading
-took = {
-    name: cell(host, name, "µs")
-    for name in (
-        "torch.empty_like",
-        "a cached launch",
-        "kernel[grid](...)",
-        "seeded_dropout",
-        "dropout, drawing a seed",
-        "copy_ of PyTorch",
-    )
-}
-saved = took["kernel[grid](...)"] - took["a cached launch"]
-drawing = took["dropout, drawing a seed"] - took["seeded_dropout"]
-rest = took["seeded_dropout"] - took["a cached launch"] - took["torch.empty_like"]
-lab.read(
-    f"The call keeps the host for {took['dropout, drawing a seed']:.0f} µs. Drawing the seed takes "
-    f"{drawing:.0f} of them, the launch {took['a cached launch']:.0f} and the output "
-    f"{took['torch.empty_like']:.0f}; the other {rest:.0f} go to Python code that checks the "
-    "arguments. Triton's own launch, `kernel[grid](...)`, costs "
-    f"{saved:.0f} µs more than ours, because it looks at every argument to find the compiled "
-    "kernel, which the book's operators remember. PyTorch's `copy_`, whose host code is C++, is "
-    f"done with everything in {took['copy_ of PyTorch']:.0f}."
-)
 
 # %%
 
@@ -460,13 +460,118 @@ per_call = {n: cell(in_a_row, n, "µs per call, median") for n in IN_A_ROW}
 
 # %%
 
-# Folded: One call alone, and many in a row
-in_a_row
+
+# Drawing
+def host_parts(rows):
+    """The parts of a call of dropout: each with where it begins and ends, in µs."""
+    took = {row["call"]: row["µs"] for row in rows}
+    made, launched = took["torch.empty_like"], took["a cached launch"]
+    whole, drawn = took["seeded_dropout"], took["dropout, drawing a seed"]
+    seed = drawn - whole
+    ends = {
+        "drawing a seed": seed,
+        "making the output": seed + made,
+        "launching the kernel": seed + made + launched,
+        "the rest of seeded_dropout": drawn,
+    }
+    begins = [0, *ends.values()]
+    return [
+        (part, begins[place], end) for place, (part, end) in enumerate(ends.items())
+    ]
+
+
+BESIDES = {
+    "kernel[grid](...)": "Triton's own launch",
+    "copy_ of PyTorch": "all of y.copy_(x)",
+}
+
+
+def host_in_words(rows):
+    took = {row["call"]: row["µs"] for row in rows}
+    parts = "; ".join(
+        f"{part} {end - begin:.1f}" for part, begin, end in host_parts(rows)
+    )
+    beside = "; ".join(f"{label} {took[call]:.1f}" for call, label in BESIDES.items())
+    return f"Bars, µs of the host, each part from where the last ends: {parts}. Beside: {beside}."
+
+
+def host_bars(axes, rows):
+    took = {row["call"]: row["µs"] for row in rows}
+    parts = host_parts(rows)
+    beside = [(label, 0, took[call]) for call, label in BESIDES.items()]
+    places = [*range(len(parts)), *(len(parts) + 0.5 + n for n in range(len(beside)))]
+    for place, (_, begin, end) in zip(places, parts + beside, strict=True):
+        ink = lab.colour("Kernel Book" if place < len(parts) else "copy")
+        axes.barh(place, end - begin, 0.72, left=begin, color=ink)
+        axes.annotate(
+            f"{end - begin:.1f}", (end, place), (4, 0), va="center",
+            textcoords="offset points", fontsize=10,
+        )  # fmt: skip
+        if 0 < place < len(parts):  # a thread from the part before
+            axes.plot([begin, begin], [place - 1, place], color=ink, linewidth=0.8)
+    axes.figure.set_size_inches(5.4, 3.3)
+    axes.set_yticks(places, [label for label, *_ in parts + beside])
+    axes.set(xlabel="µs per call on the host, fastest of 60 series of 20")
+    axes.margins(x=0.12)
+    axes.grid(axis="y", visible=False)
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+
 
 # %%
-# **CUDA graphs.** All of this can be paid once. A :term:`CUDA graph` records the launches of a
-# piece of work and replays them with one call. We time ten softmaxes with ``clock_and_wait``,
-# called one by one and replayed, beside ten times what ``gpu_time`` finds for one.
+
+# Reading
+fastest, slowest = (cell(in_a_row, 1000, column) for column in ("fastest", "slowest"))
+lab.read(
+    "The host is also less steady than the GPU: five repeats of a thousand calls of the small "
+    f"softmax cost it {fastest:.0f} to {slowest:.0f} µs per call, and `clock` above shows "
+    f"{large['clock']:.0f} and {small['clock']:.0f} for the same code."
+)
+
+# %%
+
+# Folded: Where the host's time goes, and one call alone beside many in a row
+took = {
+    name: cell(host, name, "µs")
+    for name in (
+        "torch.empty_like",
+        "a cached launch",
+        "kernel[grid](...)",
+        "seeded_dropout",
+        "dropout, drawing a seed",
+        "copy_ of PyTorch",
+    )
+}
+drawing = took["dropout, drawing a seed"] - took["seeded_dropout"]
+rest = took["seeded_dropout"] - took["a cached launch"] - took["torch.empty_like"]
+lab.together(
+    lab.draw(
+        host, "Where the host's time of one dropout goes", host_in_words, host_bars
+    ),
+    lab.read(
+        "We take a call of dropout apart, which has one part more than softmax, because it draws a "
+        "random seed. Each part is called in a series of twenty calls, and we show the fastest of "
+        "60 series, because other work of the host can only add to what the code itself needs. The "
+        f"call keeps the host for {took['dropout, drawing a seed']:.1f} µs. Drawing the seed takes "
+        f"{drawing:.1f} of them, the output {took['torch.empty_like']:.1f} and the launch "
+        f"{took['a cached launch']:.1f}; the remaining {rest:.1f} are the rest of the Python code "
+        "of `seeded_dropout`, the book's function, which checks its arguments and plans the "
+        f"launch. Triton's own launch, `kernel[grid](...)`, takes {took['kernel[grid](...)']:.1f}: "
+        "it looks at every argument to find the compiled kernel, which the book's operators "
+        "remember. PyTorch's `copy_`, whose host code is C++, is done with everything in "
+        f"{took['copy_ of PyTorch']:.1f}."
+    ),
+    lab.read(
+        "A call alone, timed with a wait, takes longer than one of many in a row, because many "
+        "share one wait, and the GPU works while the host queues the next:"
+    ),
+    in_a_row,
+)
+
+# %%
+# A series of launches can be paid for as one: a :term:`CUDA graph` records the launches of a piece
+# of work and replays them with one call. We time ten softmaxes of 1,024 columns with
+# ``clock_and_wait``, called one by one and replayed.
 
 
 def recorded_graph(run):
@@ -506,59 +611,39 @@ graph = lab.measure("Ten softmaxes in a row", graphs)
 
 # %%
 
-
-# Drawing
-PACES = {"one by one": "PyTorch", "as a graph": "Kernel Book", "kernels alone": "copy"}
-PACE_LABELS = {"kernels alone": "gpu_time × 10"}
-
-
-def paces_in_words(rows):
-    found = (
-        f"{row['rows']:,} rows "
-        + ", ".join(
-            f"{PACE_LABELS.get(way, way)} {row[f'{way}, µs']:.0f}" for way in PACES
-        )
-        for row in rows
-    )
-    return f"Lines over rows, µs of ten softmaxes: {'; '.join(found)}."
-
-
-def paces(axes, rows):
-    for way, ink in PACES.items():
-        style = "--" if ink == "copy" else "o-"
-        at, took = ([row[column] for row in rows] for column in ("rows", f"{way}, µs"))
-        axes.loglog(
-            at, took, style, color=lab.colour(ink), label=PACE_LABELS.get(way, way)
-        )
-    axes.set_xticks([row["rows"] for row in rows], [f"{row['rows']:,}" for row in rows])
-    axes.set_yticks([20, 50, 100, 200, 500], [20, 50, 100, 200, 500])
-    axes.minorticks_off()
-    axes.set(xlabel="rows of 1,024", ylabel="µs by clock and wait, logarithmic")
-
-
-lab.draw(graph, "Ten softmaxes in a row", paces_in_words, paces)
+lab.table(
+    [
+        {"rows": f"{row['rows']:,}"}
+        | {what: f"{row[what]:.0f}" for what in ("one by one, µs", "as a graph, µs")}
+        for row in graph.rows
+    ],
+    "Ten softmaxes, by clock and wait",
+)
 
 # %%
 
 # Reading
-heights = [row["rows"] for row in graph.rows] or [16, 65536]
+heights = [row["rows"] for row in graph.rows] or [16, 256, 4096, 65536]
 as_graph, singly = (
     {row["rows"]: row[f"{way}, µs"] for row in graph.rows}
     or dict.fromkeys(heights, nan)
     for way in ("as a graph", "one by one")
 )
-first_one, few, *_, many = heights if graph.rows else (16, *heights)
-marks = 10 * nothing[best]
+*bound, many = (
+    heights  # where the host takes longer than the kernels, and where it does not
+)
+gains = [singly[rows] / as_graph[rows] for rows in bound]
+by_host = [singly[rows] for rows in bound]
 lab.read(
-    f"On {few} rows the graph takes {as_graph[few]:.0f} µs instead of {singly[few]:.0f}"
+    f"Up to {bound[-1]:,} rows the graph is {min(gains):.0f} to {max(gains):.0f} times as fast, "
+    f"because one call replaces ten; on {many:,} rows it gains "
+    f"{100 * (1 - as_graph[many] / singly[many]):.0f} %, because there the kernels take longer "
+    "than their launches."
     + (
-        f" (the {singly[first_one]:.0f} on {first_one} rows, measured first, are an outlier)"
-        if singly[first_one] > 1.2 * singly[few]
+        " (That the times one by one vary so much is the unsteady host again.)"
+        if max(by_host) > 1.2 * min(by_host)
         else ""
     )
-    + f". On {many:,} rows it gains little, because there the host is ahead of the GPU anyway. The "
-    "dashed line, ten times `gpu_time`, lies above the graph, because each of the ten begins with "
-    f"a cold cache and has two events of its own, {marks:.0f} µs in all."
 )
 
 # %%
@@ -569,7 +654,7 @@ lab.read(
 # why ``gpu_time`` throws five calls away. We time four functions from their first call to their
 # tenth: softmax's kernel; dropout's, chosen from nine configurations (:term:`autotuning`); a
 # softmax under ``torch.compile``; and a matmul of :term:`cuBLAS`. Guess: which first call takes
-# longest, and how many times as long as the tenth?
+# longest?
 
 CALLS = (1, 2, 3, 10)
 
@@ -625,8 +710,13 @@ NAMES = {
 }
 lab.table(
     [
-        {"milliseconds": label}
-        | {f"call {row['call']}": f"{row[name]:,.2f}" for row in first.rows}
+        {"function": label}
+        | {
+            f"call {row['call']}, {'ms' if row['call'] == 1 else 'µs'}": (
+                f"{row[name] * (1 if row['call'] == 1 else 1000):,.0f}"
+            )
+            for row in first.rows
+        }
         for name, label in NAMES.items()
         if first.rows
     ],
@@ -646,19 +736,25 @@ lab.read(
         else f"The longest first call is that of {NAMES[slowest_first]}: "
     )
     + f"{times[slowest_first][0] / 1e3:.1f} seconds, about {round(ratio_of_first, -4):,.0f} times "
-    "the tenth call."
+    "the tenth call. (We had Triton compile anew; usually it finds compiled kernels on disk.) The "
+    "kernels of cuBLAS come compiled, but its first call takes "
+    f"{times['matmul'][0]:.0f} ms, presumably because it sets the library up."
+    + (
+        " Each second call is still slower than the tenth."
+        if all(found[1] > 1.1 * found[-1] for found in times.values())
+        else ""
+    )
 )
 
 # %%
-# So warm up with the shapes, dtypes and options of the measurement, because a change of any of them
-# can cause another compilation, or the choice of another kernel.
+# So warm up with several calls of the same shapes, dtypes and options, because a change of any can
+# cause another compilation, or the choice of another kernel.
 #
 # Cold and warm
 # -------------
 #
-# To see what the flush is worth, we copy tensors of growing size, once from a cold cache and once
-# from the one that the copy before has left. Guess: of which size does the cache speed a copy up
-# most?
+# To see what the flush is worth, we copy tensors of growing size, from a cold cache and from that
+# which the copy before has left. Guess: at which size does the cache help a copy most?
 
 
 def copies():
@@ -681,7 +777,6 @@ def copies():
 
 
 by_size = lab.measure("A copy of growing size", copies)
-
 
 # %%
 
@@ -731,36 +826,18 @@ warm, unwarmed = (
 )
 gain = {mib: warm[mib] / unwarmed[mib] for mib in warm}
 most, last = max(gain, key=gain.get), max(warm)
-l2 = max((row["L2, MiB"] for row in by_size.rows), default=nan)
-sizes = sorted(warm)
-falls = [b for a, b in zip(sizes, sizes[1:], strict=False) if warm[b] < warm[a]]
-beyond = falls[0] if falls else nan
-tiny = sizes[0]
-tiny_took = tiny * 2**20 / warm[tiny] / 1e3
 lab.read(
     f"The cache helps most at {most:,} MiB, by a factor of {gain[most]:.2f}, and hardly at "
     f"{last:,} MiB, which no cache holds. So a benchmark without a flush is right for large inputs "
     "and flatters small ones."
-    + (
-        f" The warm curve falls already at {beyond} MiB, before the L2 is full, so do not count on "
-        "all of it."
-        if beyond < l2
-        else ""
-    )
-    + f" Tiny copies look slow from either cache, because a copy of {tiny} MiB, read and written "
-    f"together, takes {tiny_took:.0f} µs, and {nothing[best]:.0f} of those pass between the events "
-    "even when nothing stands between them."
 )
 
 # %%
-# Clocks and power
+# Ready-made loops
 # ----------------
 #
-# The same kernel can be slower at the end of a long job, because a GPU lowers its clocks when it
-# would otherwise exceed its *power limit*. In turns, we let the GPU rest and time a batch of ten
-# runs, then keep it busy and time another. ``nvidia-smi`` reads the power; the clock we count
-# ourselves, by a pause of known cycles after each batch. Guess which suffers most: a matmul of
-# random numbers, one of zeros, or a copy?
+# A loop must keep two things out of a time: the host, by a pause, and the cache, by a flush. Triton
+# and PyTorch bring loops of their own, and we time three softmaxes in each.
 
 
 # Measuring
@@ -774,6 +851,148 @@ def batch(run, n):
     return events(several, before=run) / n
 
 
+def loops():
+    from torch.utils.benchmark import Timer
+    from triton.testing import do_bench, do_bench_cudagraph
+
+    def by_torch(run):
+        found = Timer("run()", globals={"run": run}).blocked_autorange()
+        together.setdefault("torch.utils.benchmark", found.number_per_run)
+        return 1e6 * found.median
+
+    ways = {
+        "events around a loop": lambda run: batch(run, 200),
+        "torch.utils.benchmark": by_torch,
+        "do_bench": lambda run: 1e3 * do_bench(run, return_mode="median"),
+        "do_bench_cudagraph": lambda run: (
+            1e3 * do_bench_cudagraph(run, return_mode="median")
+        ),
+        "this book's": partial(median, WAYS[best]),
+    }
+    inputs = {
+        f"{rows:,} × {columns:,}, µs": partial(softmax, matrix(rows, columns))
+        for rows, columns in ((64, 1024), (2048, 4096), (16384, 8192))
+    }
+    together = {"events around a loop": 200, "do_bench": 1, "this book's": 1}
+    times = {name: {what: [] for what in inputs} for name in ways}
+    draw = numpy.random.default_rng(0)
+    for _ in range(3):
+        for name in draw.permutation(list(ways)):
+            for what, run in inputs.items():
+                times[name][what].append(ways[name](run))
+    return [
+        {"loop": name}
+        | {
+            what: round(statistics.median(found), 1)
+            for what, found in times[name].items()
+        }
+        | {
+            "apart, at most, %": max(
+                round(100 * (max(found) / min(found) - 1), 1)
+                for found in times[name].values()
+            ),
+            "calls at once": together.get(name, "a graph of them"),
+        }
+        for name in ways
+    ]
+
+
+suites = lab.measure("One softmax in five loops", loops)
+
+# %%
+
+# the last row is no loop of the book: it is median(...), as in the first figure
+LOOPS = {
+    "events around a loop": ("no", "no"),
+    "torch.utils.benchmark": ("no", "no"),
+    "do_bench": ("by its flush", "yes"),
+    "do_bench_cudagraph": ("yes", "no"),
+    "this book's": ("yes", "yes"),
+}
+lab.table(
+    [
+        {"loop": row["loop"].replace("this book's", "gpu_time")}
+        | dict(zip(("host out", "cache out"), LOOPS[row["loop"]], strict=True))
+        | {
+            what.removesuffix(", µs"): f"{took:.1f}"
+            for what, took in row.items()
+            if "µs" in what
+        }
+        for row in suites.rows
+    ],
+    "Three softmaxes in five loops, µs",
+)
+
+# %%
+
+# Reading
+sizes = ("64 × 1,024, µs", "2,048 × 4,096, µs", "16,384 × 8,192, µs")
+all_large = [row[sizes[2]] for row in suites.rows] or [nan]
+
+
+def found_by(loop):
+    """What a loop found for the small and for the middle softmax."""
+    return [cell(suites, loop, size) for size in sizes[:2]]
+
+
+flushed, graphed, by_book, by_events, by_timer = map(
+    found_by,
+    (
+        "do_bench",
+        "do_bench_cudagraph",
+        "this book's",
+        "events around a loop",
+        "torch.utils.benchmark",
+    ),
+)
+by_the_host = by_events + by_timer
+lab.read(
+    f"On the large input all agree within {100 * (max(all_large) / min(all_large) - 1):.0f} %. On "
+    f"the other two, the first two loops show {min(by_the_host):.0f} to {max(by_the_host):.0f} µs, "
+    f"the pace of the host, for kernels of {by_book[0]:.0f} and {by_book[1]:.0f}. `do_bench` has "
+    "no pause, but its flush keeps the GPU busy while the host queues the kernel"
+    + (
+        f", too briefly here: all but {by_book[0]:.0f} of its {flushed[0]:.0f} µs are the host's."
+        if flushed[0] > 1.2 * by_book[0]
+        else ", long enough for this launch."
+    )
+    + f" `do_bench_cudagraph` finds {graphed[0]:.1f} and {graphed[1]:.1f} µs, because its input is "
+    "in the cache and no event stands between two runs."
+)
+
+# %%
+
+# Reading
+agree = any(  # is do_bench right for one of the inputs?
+    abs(cell(suites, "do_bench", size) / cell(suites, "this book's", size) - 1) < 0.05
+    for size in sizes
+)
+lab.read(
+    (
+        "So Triton's `do_bench` will do where a launch takes less time than its flush (with "
+        "`return_mode='median'`, because it returns the mean by default). If your call keeps the "
+        "host longer, use `gpu_time`. "
+        if agree
+        else "So take `gpu_time`, because `do_bench` was off for each of these inputs. "
+        if suites.rows
+        else f"{nan} "
+    )
+    + "`do_bench_cudagraph` suits a kernel that will be replayed in a graph, and "
+    "`torch.utils.benchmark` the pace of many calls in a row, host and all. Write beside each "
+    "number which loop found it."
+)
+
+# %%
+# Clocks and power
+# ----------------
+#
+# The same kernel can be slower at the end of a long job, because a GPU lowers its clocks when it
+# would otherwise exceed its *power limit*. In each of four turns, we let the GPU rest for 0.4
+# seconds and time a batch of ten runs, then keep it busy as long and time another. Guess which
+# suffers most: a matmul of random numbers or of zeros, or a copy of random numbers or of ones?
+
+
+# Measuring
 def asked_of_the_gpu(names):
     """What nvidia-smi reads, by its name for each column, or that it cannot."""
     gpu = torch.cuda.get_device_properties(runtime.DEVICE).uuid
@@ -892,14 +1111,12 @@ def load_in_words(rows):
 
 
 def load_bars(axes, rows):
-    turns = ", grey: by turn" if "slower, most, %" in rows[0] else ""
+    turns = "; the line: over the turns" if "slower, most, %" in rows[0] else ""
     bars({"slower, %": ""}, f"% longer than rested{turns}")(axes, rows)
     for place, row in enumerate(rows):
         if "slower, most, %" in row:  # from the least of the turns to the most
             ends = row["slower, least, %"], row["slower, most, %"]
-            axes.plot(
-                ends, [place + 0.44] * 2, "|-", color=lab.colour("copy"), linewidth=1
-            )
+            axes.plot(ends, [place] * 2, "|-", color="#1f2328", linewidth=1)
     names = [
         f"{row['work']}\nbusy: {row['busy, µs']:,.0f} µs, {row['power, W']:.0f} W, "
         f"{row.get('busy, MHz', row['SM clock, MHz']):,.0f} MHz"
@@ -920,11 +1137,6 @@ lab.draw(
     load_in_words,
     load_bars,
 )
-
-# %%
-
-# Folded: The numbers of the figure
-power
 
 # %%
 
@@ -952,17 +1164,11 @@ read_mhz = of_load("SM clock, MHz")
 at_mhz = to_mhz if to_mhz[names[0]] > 0 else read_mhz
 random, zeros = busy["matmul of random numbers"], busy["matmul of zeros"]
 rested = of_load("rested, µs")
+copies_of = names[2:]
 slowed_at_rest = (  # slower than zeros, although the clock counted afterwards is the same
     rested[names[0]] > 1.02 * rested[names[1]]
     and from_mhz[names[0]] > 0.98 * from_mhz[names[1]]
 )
-
-
-def in_turns(name):
-    """From the least to the most of the turns, where they were recorded."""
-    if not most[name] > least[name]:
-        return ""
-    return f" ({least[name]:.0f} to {most[name]:.0f} in the turns)"
 
 
 def clock_falls(name):
@@ -977,90 +1183,111 @@ def clock_falls(name):
     )
 
 
+reason = works[names[0]].get("reason", "not readable")
 lab.read(
-    f"On a busy GPU the matmul of random numbers takes {slower[names[0]]:.0f} % longer"
-    + in_turns(names[0])
+    f"On a busy GPU the matmul of random numbers takes {slower[names[0]]:.1f} % longer"
     + (
-        f", because its clock falls to {at_mhz[names[0]]:,.0f} MHz"
-        if clock_falls(names[0])
+        f" ({least[names[0]]:.1f} to {most[names[0]]:.1f} % in every turn)"
+        if most[names[0]] - least[names[0]] < 1
+        else f" ({least[names[0]]:.1f} to {most[names[0]]:.1f} % over the turns)"
+        if most[names[0]] > least[names[0]]
+        else ""
+    )
+    + (f": its clock falls {clock_falls(names[0])}" if clock_falls(names[0]) else "")
+    + (
+        f", for which `nvidia-smi` names the {reason} as the reason"
+        if clock_falls(names[0]) and reason not in ("not readable", "none")
         else ""
     )
     + (
-        f": it draws {watts[names[0]]:.0f} W of the {limit[names[0]]:.0f} that the GPU may."
+        f". It draws {watts[names[0]]:.0f} W of the {limit[names[0]]:.0f} that the GPU may."
         if limit[names[0]] > 0 and watts[names[0]] > 0
         else "."
     )
-    + (
-        f" And {slower[names[0]]:.0f} % is a lower bound of what power costs: rested, it takes "
-        f"{rested[names[0]]:,.0f} µs where zeros take {rested[names[1]]:,.0f}, although after both "
-        "we count nearly the same clock, so it is probably slowed within its rested runs already."
-        if slowed_at_rest
-        else ""
-    )
 )
 
 # %%
 
 # Reading
+low = watts[names[1]] < 0.9 * watts[names[0]]
 lab.read(
-    f"Busy, the matmul of zeros takes {zeros:,.0f} µs instead of {random:,.0f}"
+    f"Busy, the matmul of zeros takes {zeros:,.0f} µs where that of random numbers takes "
+    f"{random:,.0f}"
     + (
-        f", because bits that do not change cost little power, here {watts[names[1]]:.0f} W"
-        if watts[names[1]] < 0.9 * watts[names[0]]
+        f". It draws only {watts[names[1]]:.0f} W, presumably because bits that do not change cost "
+        "little power"
+        if low
         else ""
     )
     + ". So **never time a matmul on zeros**, or on memory that nobody has filled."
+    + (
+        " (Its clock falls too, and so far below the limit we do not know why.)"
+        if low and clock_falls(names[1])
+        else ""
+    )
+    + " Read the clock beside a time: `nvidia-smi -q -d CLOCK,PERFORMANCE` shows it, and what "
+    "holds it down."
     if random > 1.02 * zeros
     else f"The busy matmul takes {random:,.0f} µs on random numbers and {zeros:,.0f} on zeros, so "
-    "that on this machine the numbers hardly matter."
+    "that on this machine the numbers hardly matter. To see whether a clock falls, and why, ask "
+    "`nvidia-smi -q -d CLOCK,PERFORMANCE`."
 )
 
 # %%
 
-# Reading
+# Folded: The numbers of the figure, and what the clocks did
 reason = works[names[1]].get("reason", "not readable")
-signed = [f"{slower[name]:+.1f}".replace("-", "−") for name in names[2:]]
-steady = not any(clock_falls(name) for name in names[2:])
-lab.read(
-    (
-        f"The clock of this matmul falls too, {clock_falls(names[1])}"
+signed = [f"{slower[name]:+.1f}".replace("-", "−") for name in copies_of]
+lab.together(
+    lab.read(
+        "The power comes from `nvidia-smi`, the clock from how long a pause of known cycles takes "
+        "after each batch. "
         + (
-            f", although it draws only {watts[names[1]]:.0f} W"
-            if watts[names[1]] < 0.9 * limit[names[1]]
+            f"The clock of the matmul of zeros falls {clock_falls(names[1])} at "
+            f"{watts[names[1]]:.0f} W"
+            + (
+                f"; the reason that `nvidia-smi` gives is “{reason}”"
+                if reason not in ("not readable", "none")
+                else ""
+            )
+            + ". "
+            if clock_falls(names[1])
             else ""
         )
         + (
-            f"; the reason that `nvidia-smi` gives is “{reason}”, and we do not know why it acts "
-            "so far below the limit"
-            if reason not in ("not readable", "none")
+            "The copies lose clock too"
+            if any(clock_falls(name) for name in copies_of)
+            else "The copies keep their clock"
+        )
+        + f", and their times change by {signed[0]} and {signed[1]} %"
+        + (
+            ", faster in every turn."
+            if all(most[name] < 0 for name in copies_of)
+            else ", slower in every turn."
+            if all(least[name] > 0 for name in copies_of)
+            else ", less than the turns differ among themselves."
+            if all(least[name] <= 0 <= most[name] for name in copies_of)
+            else "."
+            if least[copies_of[0]] <= most[copies_of[0]]
+            else ", which one measurement of each does not tell from chance."
+        )
+        + (
+            " Power probably costs the matmul of random numbers more than the figure shows, "
+            f"because even rested it takes {rested[names[0]]:,.0f} µs where that of zeros takes "
+            f"{rested[names[1]]:,.0f}; the clock counted after both is nearly the same, but it may "
+            "have dipped during the runs."
+            if slowed_at_rest
             else ""
         )
-        + ". So read the clock beside the time: `nvidia-smi -q -d CLOCK,PERFORMANCE` shows it, and "
-        "what holds it down. "
-        if clock_falls(names[1])
-        else "To see whether a clock falls, and why, ask `nvidia-smi -q -d CLOCK,PERFORMANCE`. "
-    )
-    + ("The copies keep their clock" if steady else "The copies lose clock too")
-    + f", and their times change by {signed[0]} and {signed[1]} %"
-    + (
-        ", faster in every turn."
-        if all(most[name] < 0 for name in names[2:])
-        else ", slower in every turn."
-        if all(least[name] > 0 for name in names[2:])
-        else ", less than the turns differ among themselves."
-        if all(least[name] <= 0 <= most[name] for name in names[2:])
-        else "."
-        if least[names[2]] <= most[names[2]]
-        else ", which one measurement of each does not tell from chance."
-    )
+    ),
+    power,
 )
 
 # %%
 # Which difference is real?
 # -------------------------
 #
-# Equal runs do not take equal time. The figure sorts 2,000 runs of one softmax: for each time, the
-# curve says what share of the runs took at most that long.
+# Equal runs do not take equal time, so we make 2,000 of one softmax.
 
 
 PERCENT = (0, 1, 2, *range(5, 100, 5), 98, 99, 100)
@@ -1094,7 +1321,8 @@ def sorted_runs(rows):
 def curve(axes, rows):
     times, ours = at_most(rows), lab.colour("Kernel Book")
     axes.axvspan(times[20], times[80], color=ours, alpha=0.15, linewidth=0)
-    shown = {share: took for share, took in times.items() if share < 100}
+    far = times[100] > 1.5 * times[50]  # the slowest would squeeze all others
+    shown = {share: took for share, took in times.items() if share < 100 or not far}
     axes.plot(shown.values(), shown.keys(), color=ours)
     for share in (20, 50, 80):
         axes.plot(times[share], share, "o", color=ours)
@@ -1104,30 +1332,7 @@ def curve(axes, rows):
     axes.set(xlabel="µs, by events, pause and flush", ylabel="% of the runs", ylim=0)
 
 
-lab.draw(
-    spread,
-    "How long 2,000 runs of a softmax of 4,096 × 4,096 took",
-    sorted_runs,
-    curve,
-)
-
 # %%
-
-# Reading
-times = at_most(spread.rows) or dict.fromkeys(PERCENT, nan)
-lab.read(
-    f"The slowest run, which the figure leaves out, took {times[100]:.0f} µs, "
-    f"{times[100] / times[50]:.0f} times the median. Such a delay moves the mean of the runs, and "
-    "hardly the median. So this book reports "
-    "the median, **p50**, and shows the spread as the band from **p20** to **p80**."
-    if times[100] > 3 * times[50]
-    else "One long delay moves the mean of all runs, and hardly the median. So this book reports "
-    "the median, **p50**, and shows the spread as the band from **p20** to **p80**."
-)
-
-# %%
-# Suppose that we had made only five runs: we draw five at random from this curve, a thousand times,
-# and note how far their median strays from that of all runs. Guess: by more than one per cent?
 
 
 # Measuring
@@ -1142,22 +1347,110 @@ def strays(n, draws=1000):
 
 IN_ALL = ROUNDS * MOST_REPEATS  # the most runs behind a point of the book
 SAMPLES = (5, 20, 100, IN_ALL)
-rows = [
-    {"runs": n, "their median strays by, %": round(strays(n), 2)}
-    for n in SAMPLES
-    if spread.rows
-]
-lab.table(rows, "How far a sample from this curve strays, in 95 of 100 draws")
+by_median = [strays(n) if spread.rows else nan for n in SAMPLES]
 
 # %%
 
 # Reading
-by_median = [row["their median strays by, %"] for row in rows] or [nan] * len(SAMPLES)
+times = at_most(spread.rows) or dict.fromkeys(PERCENT, nan)
+beyond = {share: 100 * (times[share] / times[50] - 1) for share in (80, 100)}
 lab.read(
-    f"So five runs may stray by {by_median[0]:.1f} %. This book makes {ROUNDS} rounds, each of "
-    f"{MOST_REPEATS} runs or {REPEAT_MS} milliseconds, whichever is less. More runs do not help "
-    "against what outlasts them all, such as a low clock after another kernel. So each round runs "
-    "the kernels in a new order."
+    f"One run in five takes at least {beyond[80]:.1f} % longer than the median, and the slowest "
+    f"{beyond[100]:.0f} %. How far out such runs lie moves the mean, but not the median. So this "
+    "book reports the median, **p50**, and shows the spread as the band from **p20** to **p80**. "
+    "How many runs does a median need? In 95 of 100 samples from these runs, the median of "
+    f"{SAMPLES[0]} lies within {by_median[0]:.1f} % of that of all, of {SAMPLES[1]} within "
+    f"{by_median[1]:.1f}, and of {SAMPLES[3]}, as in this book, within {by_median[3]:.1f}."
+)
+
+# %%
+
+
+# Measuring
+def in_turn(runs, order, rounds=8):
+    """The median µs of each run, from batches of 40 ms in a row, without a pause or a flush."""
+    counts = {name: max(1, round(4e4 / batch(run, 5))) for name, run in runs.items()}
+    times = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name in order(list(runs)):
+            times[name].append(batch(runs[name], counts[name]))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def twins_by_order():
+    a, x, small = (
+        matrix(*size) for size in ((8192, 8192), (16384, 8192), (2048, 2048))
+    )
+    kernels = {
+        "softmax of 16,384 × 8,192": lambda: softmax(x),
+        "matmul of 2,048": lambda: small @ small,
+    }
+    orders = {"fixed": list, "drawn": numpy.random.default_rng(0).permutation}
+    rows = []
+    for name, run in kernels.items():
+        row = {"kernel": name}
+        for kind, order in orders.items():
+            found = in_turn({"matmul": lambda: a @ a, "A": run, "B": run}, order)
+            row[f"A, {kind} order, µs"] = round(found["A"], 2)
+            row[f"B, {kind} order, µs"] = round(found["B"], 2)
+        rows.append(row)
+    return rows
+
+
+by_order = lab.measure("One kernel under two names, by the order", twins_by_order)
+
+# %%
+
+# Reading
+apart = {
+    kind: [
+        100 * abs(row[f"A, {kind} order, µs"] / row[f"B, {kind} order, µs"] - 1)
+        for row in by_order.rows
+    ]
+    or [nan]
+    for kind in ("fixed", "drawn")
+}
+worst = apart["fixed"].index(max(apart["fixed"]))
+twins = by_order.rows[worst] if by_order.rows else {}
+lab.read(
+    "More runs do not help against what outlasts them all, such as a low clock that another kernel "
+    "has left. We time one kernel under two names in long batches, once in a **fixed order** (a "
+    "large matmul, A, B) and once in an order drawn anew for each round:"
+    + ("" if by_order.rows else f" {nan}")
+)
+
+# %%
+
+lab.table(
+    [
+        {
+            "order": kind,
+            "A, µs": f"{twins[f'A, {kind} order, µs']:.2f}",
+            "B, µs": f"{twins[f'B, {kind} order, µs']:.2f}",
+            "apart, %": f"{apart[kind][worst]:.1f}",
+        }
+        for kind in apart
+        if twins
+    ],
+    f"One {twins.get('kernel', 'kernel')} under two names",
+)
+
+# %%
+
+# Reading
+lab.read(
+    "A comes right after the large matmul, and the order alone makes it differ from itself by "
+    f"{max(apart['fixed']):.1f} %."
+    + (
+        " (The other kernel, a large softmax, shows no such difference.)"
+        if min(apart["fixed"]) < 0.5
+        else ""
+    )
+    + " An early version of this book timed in a fixed order, and what came after the matmul "
+    "looked slower than it is. So now each round draws a new one."
+    if max(apart["fixed"]) > max(1, 1.5 * max(apart["drawn"]))
+    else f"On this GPU the order did no more harm than chance ({max(apart['fixed']):.1f} %); on "
+    "another it may, so each round of the book's loop draws a new one."
 )
 
 # %%
@@ -1166,6 +1459,8 @@ lab.read(
 #
 #    Time the same thing under two names, and believe no difference smaller than theirs. This is
 #    called an :term:`A/A test`.
+
+# %%
 
 
 # Measuring
@@ -1198,7 +1493,6 @@ def twins_in_the_loop():
 in_the_loop = lab.measure(
     "One kernel under two names, in the book's loop", twins_in_the_loop
 )
-in_the_loop
 
 # %%
 
@@ -1207,316 +1501,39 @@ resolved = max(
     (row["A and B apart, at most, %"] for row in in_the_loop.rows), default=nan
 )
 counts_as_none = max(1, numpy.ceil(10 * max(by_median[-1], resolved)) / 10)
-between_runs = max(
-    (row.get("four runs of the loop apart, %", nan) for row in in_the_loop.rows),
-    default=nan,
+in_loops = (
+    small[best],
+    cell(in_the_loop, "softmax of 64 × 1,024", "A, µs"),
+    cell(suites, "this book's", sizes[0]),
 )
 lab.read(
-    "We gave each of three kernels two names and timed both in one loop, together with a large "
-    "matmul that disturbs the clocks. In four runs of the loop A and B were never more than "
-    f"{resolved:.2g} % apart, so {counts_as_none:g} % is our threshold for kernels timed **in one "
-    "loop**. Across loops it is none"
-    + (
-        f": from one run to the next, A itself moved by up to {between_runs:.2g} %."
-        if between_runs > 1.2 * resolved
-        else ", because we tested it on these three kernels only."
-    )
+    "So we gave each of three kernels two names and timed both in the book's loop, four times, "
+    f"together with the large matmul. A and B were never more than {resolved:.2g} % apart, so with "
+    f"some margin {counts_as_none:g} % is our threshold for kernels timed **in one loop**. It does "
+    f"not hold across loops: on this page the same small softmax takes {in_loops[0]:.3g}, "
+    f"{in_loops[1]:.3g} and {in_loops[2]:.3g} µs in three of them."
 )
 
 # %%
 
-
-# Measuring
-def in_turn(runs, order, rounds=8):
-    """The median µs of each run, from batches of 40 ms in a row, without a pause or a flush."""
-    counts = {name: max(1, round(4e4 / batch(run, 5))) for name, run in runs.items()}
-    times = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name in order(list(runs)):
-            times[name].append(batch(runs[name], counts[name]))
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
-def twins_by_order():
-    a, x, small = (matrix(*size) for size in ((8192, 8192), (16384, 8192), (2048, 2048)))
-    kernels = {
-        "softmax of 16,384 × 8,192": lambda: softmax(x),
-        "matmul of 2,048": lambda: small @ small,
-    }
-    orders = {"fixed": list, "drawn": numpy.random.default_rng(0).permutation}
-    rows = []
-    for name, run in kernels.items():
-        row = {"kernel": name}
-        for kind, order in orders.items():
-            found = in_turn({"matmul": lambda: a @ a, "A": run, "B": run}, order)
-            row[f"A, {kind} order, µs"] = round(found["A"], 2)
-            row[f"B, {kind} order, µs"] = round(found["B"], 2)
-        rows.append(row)
-    return rows
-
-
-by_order = lab.measure("One kernel under two names, by the order", twins_by_order)
-
-# %%
-
-# Folded: A and B in a fixed and in a drawn order
-by_order
-
-# %%
-
-# Reading
-apart = {
-    kind: max(
-        (
-            100 * abs(row[f"A, {kind} order, µs"] / row[f"B, {kind} order, µs"] - 1)
-            for row in by_order.rows
-        ),
-        default=nan,
-    )
-    for kind in ("fixed", "drawn")
-}
-lab.read(
-    "The order of the runs alone can make a false difference. In long batches without a pause and "
-    "in a **fixed order** (the large matmul, A, B), one function under two names differs from "
-    "itself "
-    f"by up to {apart['fixed']:.1f} %; in an order drawn anew for each round, by up to "
-    f"{apart['drawn']:.1f} %."
-    + (
-        " An early version of this book timed in a fixed order, and what came after the matmul "
-        "looked slower than it is."
-        if apart["fixed"] > max(1, 1.5 * apart["drawn"])
-        else " On this GPU the order did no more harm than chance; on another it may."
-    )
+# Folded: The 2,000 runs, the loop of this book, and its A/A test
+lab.together(
+    lab.draw(
+        spread,
+        "How long 2,000 runs of a softmax of 4,096 × 4,096 took",
+        sorted_runs,
+        curve,
+    ),
+    lab.read(
+        "For each time, the curve says what share of the runs took at most that long; it is drawn "
+        f"through {len(PERCENT)} of its points. The book's "
+        f"loop makes {ROUNDS} rounds of {MOST_REPEATS} runs, or of {REPEAT_MS} milliseconds of "
+        "kernel time where that is less:"
+    ),
+    lab.source(_time_in_turn),
+    in_the_loop,
+    by_order,
 )
-
-# %%
-
-# Folded: The loop of this book
-lab.source(_time_in_turn)
-
-# %%
-# Ready-made loops
-# ----------------
-#
-# Must you write ``gpu_time`` yourself? Triton and PyTorch bring loops of their own, which differ in
-# what they keep out of a time.
-
-
-# Measuring
-def loops():
-    from torch.utils.benchmark import Timer
-    from triton.testing import do_bench, do_bench_cudagraph
-
-    def by_torch(run):
-        found = Timer("run()", globals={"run": run}).blocked_autorange()
-        together.setdefault("torch.utils.benchmark", found.number_per_run)
-        return 1e6 * found.median
-
-    ways = {
-        "events around a loop": lambda run: batch(run, 200),
-        "torch.utils.benchmark": by_torch,
-        "do_bench": lambda run: 1e3 * do_bench(run, return_mode="median"),
-        "do_bench_cudagraph": lambda run: (
-            1e3 * do_bench_cudagraph(run, return_mode="median")
-        ),
-        "this book's": partial(median, WAYS[best]),
-    }
-    inputs = {
-        f"{rows:,} × {columns:,}, µs": partial(softmax, matrix(rows, columns))
-        for rows, columns in ((64, 1024), (2048, 4096), (16384, 8192))
-    }
-    together = {"events around a loop": 200, "do_bench": 1, "this book's": 1}
-    times = {name: {what: [] for what in inputs} for name in ways}
-    draw = numpy.random.default_rng(0)
-    for _ in range(3):
-        for name in draw.permutation(list(ways)):
-            for what, run in inputs.items():
-                times[name][what].append(ways[name](run))
-    return [
-        {"loop": name}
-        | {
-            what: round(statistics.median(found), 1)
-            for what, found in times[name].items()
-        }
-        | {
-            "apart, at most, %": max(
-                round(100 * (max(found) / min(found) - 1), 1)
-                for found in times[name].values()
-            ),
-            "calls at once": together.get(name, "a graph of them"),
-        }
-        for name in ways
-    ]
-
-
-suites = lab.measure("One softmax in five loops", loops)
-
-# %%
-
-# the last row is no loop of the book: it is median(...), as in the first figure
-LOOPS = {
-    "events around a loop": ("no", "no"),
-    "torch.utils.benchmark": ("no", "no"),
-    "do_bench": ("while the flush lasts", "yes"),
-    "do_bench_cudagraph": ("yes", "no"),
-    "this book's": ("yes", "yes"),
-}
-lab.table(
-    [
-        {"loop": row["loop"].replace("this book's", "gpu_time")}
-        | dict(zip(("host out", "cache out"), LOOPS[row["loop"]], strict=True))
-        | {what: took for what, took in row.items() if "µs" in what}
-        for row in suites.rows
-    ],
-    "One softmax in four loops and in the best way above",
-)
-
-# %%
-
-# Reading
-sizes = ("64 × 1,024, µs", "2,048 × 4,096, µs", "16,384 × 8,192, µs")
-all_large = [row[sizes[2]] for row in suites.rows] or [nan]
-flushed, graphed, by_book, by_events, by_timer = (
-    cell(suites, name, sizes[0])
-    for name in (
-        "do_bench",
-        "do_bench_cudagraph",
-        "this book's",
-        "events around a loop",
-        "torch.utils.benchmark",
-    )
-)
-at_once = {row["loop"]: row.get("calls at once", nan) for row in suites.rows}
-apart = by_timer / by_events
-in_a_long_row = per_call[IN_A_ROW[-1]]
-same_length = at_once.get("torch.utils.benchmark", nan) == IN_A_ROW[-1]
-if not apart > 1.2:
-    by_the_host = (
-        f"On the small one the first two measure the host, at {by_events:.0f} µs"
-    )
-elif same_length and abs(by_timer / in_a_long_row - 1) < 0.15:
-    by_the_host = (
-        f"On the small one the first two measure the host, at {by_events:.0f} µs for 200 calls in "
-        f"a row and {by_timer:.0f} for {IN_A_ROW[-1]:,}, which is what so long a row took above"
-    )
-else:
-    by_the_host = (
-        f"On the small one the first two measure the host, and find {by_events:.0f} and "
-        f"{by_timer:.0f} µs where the kernel takes no more than {by_book:.0f}: a host's "
-        "time depends that much on its loop"
-    )
-lab.read(
-    f"On the large input all agree within {100 * (max(all_large) / min(all_large) - 1):.0f} %. "
-    f"{by_the_host}."
-    + (
-        f" `do_bench` lacks only our pause: of its {flushed:.0f} µs, all but {by_book:.0f} are the "
-        "host's, because its flush is over before the host has queued the kernel."
-        if flushed > 1.2 * by_book
-        else ""
-    )
-    + f" `do_bench_cudagraph` finds {graphed:.1f} µs where our best way finds {by_book:.1f}: its "
-    "input is in the cache, and no event stands between two runs."
-)
-
-# %%
-
-# Reading
-agree = any(  # is do_bench right for one of the inputs?
-    abs(cell(suites, "do_bench", size) / cell(suites, "this book's", size) - 1) < 0.05
-    for size in sizes
-)
-lab.read(
-    (
-        "So Triton's `do_bench(run, return_mode=\"median\")` is as good while its flush outlasts "
-        "the launch; by default it returns the mean. If your call keeps the host longer, use "
-        "`gpu_time`. "
-        if agree
-        else "So take `gpu_time`, because `do_bench` was off for each of these inputs. "
-        if suites.rows
-        else f"{nan} "
-    )
-    + "Take `do_bench_cudagraph` if the kernel will be replayed in a graph and find its input in "
-    "the cache, and `torch.utils.benchmark` for the pace of many calls in a row, host and all. "
-    "Write beside each number which loop found it."
-)
-
-# %%
-# Is it right?
-# ------------
-#
-# A kernel that does half of the work is fast, so before you time one, compare it with float64 under
-# a stated tolerance: here twice PyTorch's own error, or one unit in the last place (:term:`ulp`)
-# where that is more.
-
-
-# Measuring
-def cases():
-    shapes = ((64, 1024),) if runtime.INTERPRETED else ((64, 1024), (16384, 8192))
-    for rows, columns in shapes:
-        x = matrix(rows, columns)
-        truth = reference.softmax(x, -1)
-        what = f"({rows}, {columns})"
-        yield lab.Case(f"softmax {what}", "forward", softmax(x), x.softmax(-1), truth)
-    x = matrix(64, 1024)
-    keep = reference.keep_mask(
-        torch.arange(x.numel(), device=x.device).view(x.shape), 0.5, 7, rounds=7
-    )
-    ours, truth = seeded_dropout(x, 0.5, 7), reference.seeded_dropout(x, 0.5, 7)
-    yield lab.Case("dropout (64, 1024)", "forward", ours, x * keep / 0.5, truth)
-
-
-# %%
-
-# Folded: The errors of softmax and dropout
-lab.check("What is timed", cases(), title="softmax and dropout")
-
-# %%
-# What error is fair? That of a sum depends on the dtype of its *accumulator*, the number that it is
-# added up in. We add 0.01 a thousand times, which should give 10:
-
-
-def sum_of_1000(number, accumulator):
-    total = torch.zeros((), dtype=accumulator)
-    for _ in range(1000):
-        total += number  # PyTorch casts number to the dtype of total
-    return total.item()
-
-
-# %%
-
-# Measuring
-FOUR_WAYS = {  # of numbers: accumulators, and whether the numbers are cast before
-    "float32": [("float32", False)],
-    "float16": [("float16", False), ("float32", False), ("float32", True)],
-    "bfloat16": [("bfloat16", False), ("float32", False)],
-}
-
-
-def sums():
-    for numbers, ways in FOUR_WAYS.items():
-        for accumulator, cast in ways:
-            number = torch.tensor(0.01, dtype=getattr(torch, numbers))
-            into = getattr(torch, accumulator)
-            found = sum_of_1000(number.to(into) if cast else number, into)
-            yield {
-                "numbers in": numbers + (", cast first" if cast else ""),
-                "accumulator in": accumulator,
-                "sum": f"{found:.4f}",
-                "off by, %": f"{100 * (found / 10 - 1):+.2f}",
-            }
-
-
-rows = list(sums())
-by_way = {(row["numbers in"], row["accumulator in"]): row["sum"] for row in rows}
-assert by_way["float16", "float32"] == by_way["float16, cast first", "float32"]
-lab.table(rows, "0.01, added a thousand times")
-
-# %%
-# The gap between neighbouring floats grows with the number. In bfloat16 it is 1/32 from 4 on, so
-# 4 + 0.01 is rounded back to 4 and the sum stops there. In float16 it does not stop, but every
-# addition is rounded. With a float32 accumulator only 0.01 itself is rounded, once, and a cast
-# makes no difference, because PyTorch casts before it adds. So numbers may be stored in 16 bits,
-# but sums belong in 32, as in every kernel of this book.
 
 # %%
 # The roofline
@@ -1525,7 +1542,8 @@ lab.table(rows, "0.01, added a thousand times")
 # Is the time good? The weighted sum of :doc:`the first chapter </chapters/first_kernel>` multiplies
 # and adds once for each number of 2 bytes, and until the next number arrives the GPU could do many
 # such operations, so memory sets its pace. Attention uses each number hundreds or thousands of
-# times, so the :term:`matrix units <matrix unit>` do.
+# times, so the
+# :term:`matrix units <matrix unit>` set it.
 #
 # In general, let a kernel move :math:`Q` bytes and do :math:`W` floating-point operations (FLOPs),
 # on a GPU that can move :math:`\beta` bytes and do :math:`\pi` FLOPs per second. Its time :math:`T`
@@ -1540,9 +1558,13 @@ lab.table(rows, "0.01, added a thousand times")
 #    \end{aligned}
 #
 # This is the :term:`roofline`. The two limits meet at :math:`I = \pi / \beta`, the *ridge*. Left of
-# it a kernel waits for memory, right of it for arithmetic. Both limits are those of programs that
-# run on the same GPU, a copy and a matmul, so the roof can be reached. The figure shows the best
-# point of each operator of this book, in bfloat16 and once in FP8.
+# it a kernel waits for memory, right of it for arithmetic. Both limits are measured
+# on the same GPU, by a copy and a matmul, so the roof can be reached.
+#
+# **What breaks it: counting the wrong bytes.** :math:`Q` is what the job needs, and not what one
+# program for it happens to move. The five PyTorch operations at the beginning of
+# :doc:`/chapters/softmax` read and write eight matrices, where the job needs two. Count all eight,
+# and the waste counts as speed.
 
 
 # Measuring
@@ -1566,6 +1588,34 @@ machine = lab.measure("The limits of the machine, bfloat16", limits)
 row = machine.rows[0] if machine.rows else {}
 pi, beta = row.get("matmul, TFLOP/s", nan), row.get("copy, GB/s", nan)
 hot = 2 * 8192**3 / random / 1e6
+
+# %%
+
+
+# Reading
+def softmax_speeds():
+    """Of two softmaxes of 4,096 columns in 16 bits, in GB/s: by eight matrices, and by two."""
+    ladder = results.find("softmax")["sweeps"]["ladder"]
+    [at] = [i for i, p in enumerate(ladder["points"]) if p["columns"] == 4096]
+    size = ladder["points"][at]["rows"] * 4096 * 2 / 1e6
+    five, ours = (
+        size / ladder["milliseconds"][name][at][1]
+        for name in ("simple_softmax", "Kernel Book")
+    )
+    return 8 * five, 2 * five, 2 * ours
+
+
+text = "The chapter on softmax has no record yet, so there is nothing to compare."
+if results.find("softmax"):
+    claimed, real, book = softmax_speeds()
+    text = (
+        f"With 4,096 columns, the five operations then claim {claimed:,.0f} GB/s. By the bytes of "
+        f"the job they reach {real:,.0f}, and the book's kernel {book:,.0f}."
+    )
+lab.read(text)
+
+# %%
+# The figure shows the best point of each operator, in bfloat16 and once in FP8.
 
 # %%
 
@@ -1640,18 +1690,11 @@ def operators_in_words(rows):
 
 
 LOOKS = {"": ("o", "forward"), "back": ("s", "backward"), "in FP8": ("D", "in FP8")}
-BESIDE = {  # how it is called, where that stands from its point, and which end of it
-    "dropout": ("dropout", (-12, 10), "right"),
-    "weighted sum": ("weighted sum", (-22, 16), "right"),
-    "softmax": ("softmax", (-34, 36), "right"),
-    "layer norm": ("layer norm", (-40, 54), "right"),
-    "softmax, back": ("softmax, back", (34, -38), "left"),
-    "weighted sum, back": ("weighted sum, back", (38, -18), "left"),
-    "layer norm, back": ("layer norm, back", (24, -6), "left"),
-    "attention": ("attention", (-8, -20), "right"),
-    "attention, back": ("attention, back", (2, -34), "center"),
-    "attention, in FP8": ("attention, in FP8", (0, 20), "center"),
-}  # both directions of dropout have one point
+BESIDE = {  # where the name of each stands from its point, and which end of it
+    "attention": ((-9, -7), "right"),
+    "attention, back": ((14, -16), "right"),
+    "attention, in FP8": ((0, 13), "center"),
+}  # the others lie on one line, and the next figure names each
 
 
 def of_family(name):
@@ -1661,16 +1704,27 @@ def of_family(name):
 def roofline(axes, rows):
     [row] = rows
     beta, pi = row["copy, GB/s"] / 1e3, row["matmul, TFLOP/s"]
-    grey, near = lab.colour("copy"), {"textcoords": "offset points"}
-    axes.figure.set_size_inches(5.4, 4.6)
-    axes.loglog([0.1, pi / beta, 20000], [0.1 * beta, pi, pi], "--", color=grey)
-    axes.plot([pi / beta] * 2, [0.2, pi], ":", color=grey, linewidth=1)
+    grey, near = lab.colour("copy"), {"textcoords": "offset points", "va": "center"}
+    left, right = 0.1, 20000
+    axes.figure.set_size_inches(5.4, 4.2)
+    axes.axvspan(left, pi / beta, color=lab.colour("Kernel Book"), alpha=0.08, lw=0)
+    axes.loglog(
+        [left, pi / beta, right], [left * beta, pi, pi], "--", color=grey, linewidth=1.5
+    )
+    axes.plot([pi / beta] * 2, [0.3, pi], ":", color=grey, linewidth=1)
+    for place, words in (
+        (pi / beta, f"ridge: {pi / beta:,.0f} FLOPs per byte"),
+        (left, "waits for memory"),
+        (pi / beta, "waits for arithmetic"),
+    ):
+        height = 0.42 if words.startswith("ridge") else 60
+        axes.annotate(words, (place, height), (6, 0), color=grey, fontsize=10, **near)
+    axes.annotate("copy", (20, 20 * beta), (-9, 5), color=grey, ha="right", **near)
+    axes.annotate("matmul", (pi / beta, pi), (6, 9), color=grey, **near)
     axes.annotate(
-        f"ridge: {pi / beta:,.0f} FLOPs per byte",
-        (pi / beta, 0.24), (6, 0), color=grey, fontsize=10, **near,
+        "weighted sum, dropout,\nsoftmax, layer norm,\nforward and backward",
+        (1.6, 1.6 * beta), (12, -30), color=grey, fontsize=10, **near,
     )  # fmt: skip
-    axes.annotate("copy", (14, 14 * beta), (-8, 4), color=grey, ha="right", **near)
-    axes.annotate("matmul", (40, pi), (0, -4), color=grey, ha="center", **near)
     for marker, label in LOOKS.values():
         hollow = {"markerfacecolor": "none"} if marker == "s" else {}
         axes.plot([], [], marker, color=grey, label=label, **hollow)
@@ -1684,15 +1738,15 @@ def roofline(axes, rows):
         ink = lab.colour(family)
         axes.plot(*point, LOOKS[kind][0], color=ink, ms=6, **hollow)
         if name in BESIDE:
-            label, away, side = BESIDE[name]
-            leader = {"arrowstyle": "-", "color": ink, "shrinkA": 0, "shrinkB": 4}
-            axes.annotate(
-                label, point, away, ha=side, va="center", color=ink, fontsize=10,
-                arrowprops=leader, **near,
-            )  # fmt: skip
+            away, side = BESIDE[name]
+            axes.annotate(name, point, away, ha=side, color=ink, fontsize=10, **near)
     axes.set(
-        xlabel="FLOPs per byte", ylabel="TFLOP/s", xlim=(0.02, 60000), ylim=(0.2, 3000)
+        xlabel="FLOPs per byte", ylabel="TFLOP/s", xlim=(left, right), ylim=(0.3, 2000)
     )
+    for axis, first, last in ((axes.xaxis, -1, 4), (axes.yaxis, 0, 3)):
+        ticks = [10.0**power for power in range(first, last + 1)]
+        axis.set_ticks(ticks, [f"{tick:,.10g}" for tick in ticks])
+    axes.minorticks_off()
 
 
 lab.draw(
@@ -1758,13 +1812,9 @@ placed = under_the_roof(machine.rows[0]) if machine.rows else {}
 waiting = [name for name, points in placed.items() if waits_for(points) == "memory"]
 *others, last_one = dict.fromkeys(name.partition(",")[0] for name in waiting) or [""]
 lab.read(
-    f"The copy reaches {beta:,.0f} GB/s and the matmul {pi:,.0f} TFLOP/s (after a rest, as every "
-    "kernel of this book is timed"
-    + (", but probably slowed by its power even so" if slowed_at_rest else "")
-    + f"; kept busy it did {hot:,.0f}), so the ridge is at {ridge:,.0f} FLOPs per byte. "
-    f"{', '.join(others).capitalize()} and {last_one} lie left of it: near the "
-    "roof, only fewer bytes can make them faster. Attention lies right of it, because its FLOPs "
-    "grow with the square of the length and its bytes with the length."
+    f"The copy reaches {beta:,.0f} GB/s and the matmul {pi:,.0f} TFLOP/s, so the ridge is at "
+    f"{ridge:,.0f} FLOPs per byte. {', '.join(others).capitalize()} and {last_one} lie left of it: "
+    "near the roof, only fewer bytes can make them faster. Attention lies right of it."
 )
 
 # %%
@@ -1783,70 +1833,68 @@ levels = (results.find("first_kernel") or {"tables": {}})["tables"].get(
     "The levels of memory: size, speed, latency", {"columns": [], "rows": []}
 )
 read_alone = next((row[2] for row in levels["rows"] if row[0] == "HBM"), nan)  # TB/s
+reads_faster = 1e3 * read_alone > 1.05 * beta
 lab.read(
-    f"Attention reaches {lowest[1]:.0f} to {top:.0f} % of its roof"
-    + (", the least on its shortest sequences," if shortest else "")
-    + f" and its backward pass {span(backward)} %."
+    f"Attention comes less near: to {top:.0f} % at best, and to {lowest[1]:.0f} %"
+    + (" on its shortest sequences" if shortest else " at worst")
+    + f"; its backward pass reaches {span(backward)} %."
     + (
-        f" In FP8 it reaches up to {in_fp8:.0f} %, because the matrix units multiply FP8 at twice "
-        f"the rate of bfloat16, whose matmul is the roof here: of twice that roof, {in_fp8 / 2:.0f}"
-        " %."
+        " In FP8 it passes the roof, because the roof drawn is that of bfloat16 and the matrix "
+        f"units multiply FP8 twice as fast; of a roof twice as high it reaches {in_fp8 / 2:.0f} %."
         if in_fp8 > 101
         else ""
     )
     + (
-        " Nor is a copy the last word on memory: a kernel of the first chapter that only reads "
-        f"reached {1e3 * read_alone:,.0f} GB/s, so one that reads more than it writes can pass a "
-        "copy"
-        + (
-            f", as the backward pass of softmax does by {back - 100:.0f} %."
-            if back > 101
-            else "."
-        )
-        if 1e3 * read_alone > 1.05 * beta
+        f" Softmax's backward pass passes a copy by {back - 100:.0f} %: it reads more than it "
+        "writes (see the fold)."
+        if back > 101 and reads_faster
         else ""
     )
 )
 
 # %%
 
-# Folded: How the figure counts
-lab.read(
-    "FLOPs are counted by the formulas of each chapter (an exponential is one, random bits are "
-    "none) and bytes as inputs that are read once and outputs that are written once. Times below "
-    "20 µs are left out, because the launch is a large part of them. A range in the table covers "
-    "all shapes that the chapter timed. Its percentages can be lower than those of a chapter, "
-    "because a chapter divides by a copy as large as its own input, and this roof is a copy of "
-    "1 GiB."
+# Folded: How the figures count, and every operator in numbers
+lab.together(
+    lab.read(
+        "FLOPs are counted by the formulas of each chapter (an exponential is one, random bits are "
+        "none) and bytes as inputs that are read once and outputs that are written once. Times "
+        "below 20 µs are left out, because the launch and the events are a large part of them. A "
+        "range in the table covers all shapes that the chapter timed. Its percentages can be lower "
+        "than those of a chapter, because a chapter divides by a copy as large as its own input, "
+        f"and this roof is a copy of 1 GiB. The matmul is timed after a rest, as every kernel of "
+        f"this book is; kept busy it did {hot:,.0f} TFLOP/s."
+        + (
+            " A kernel that reads more than it writes can pass a copy, because reading alone can "
+            f"be faster: a kernel of the first chapter reached {1e3 * read_alone:,.0f} GB/s."
+            if reads_faster
+            else ""
+        )
+    ),
+    lab.table(
+        [
+            {
+                "operator": name,
+                "FLOPs per byte": span([intensity for intensity, _ in points]),
+                "waits for": waits_for(points),
+                "of the roof, %": span([share for _, share in points]),
+            }
+            for name, points in placed.items()
+        ],
+        "Every operator of the book",
+    ),
 )
 
 # %%
-
-# Folded: Every operator in numbers
-lab.table(
-    [
-        {
-            "operator": name,
-            "FLOPs per byte": span([intensity for intensity, _ in points]),
-            "waits for": waits_for(points),
-            "of the roof, %": span([share for _, share in points]),
-        }
-        for name, points in placed.items()
-    ],
-    "Every operator of the book",
-)
-
-# %%
-# Why is it slow? Ask the compiler
-# --------------------------------
+# Why is it slow?
+# ---------------
 #
 # A kernel far below its roof wastes something. To practise the search, we make one slow on purpose.
 # ``row``, the kernel of softmax, gets an option of the launch, ``maxnreg=32``, that leaves each
 # thread only 32 :term:`registers <register>`. If a thread needs more, the compiler must
 # :term:`spill` values to memory and read them back.
 #
-# The compiler is the cheapest to ask, because a launch returns the compiled kernel, which knows
-# both counts:
+# **Ask the compiler.** A launch returns the compiled kernel, which knows both counts:
 #
 # .. code-block:: python
 #
@@ -1911,12 +1959,13 @@ lab.table(
             "at most": row["case"].replace("Kernel Book", "no limit"),
             "registers": row["registers"],
             "spills": row["spills"],
-            "µs": round(1e3 * limited.milliseconds_at(row["case"]), 1),
+            "µs": f"{1e3 * limited.milliseconds_at(row['case']):.0f}",
             "% of a copy": round(100 * limited.share(row["case"])),
         }
         for row in facts.rows
+        if row["case"] != "48 registers"
     ],
-    "Registers, spills and speed of a softmax of 32,768 × 4,096",
+    "A softmax of 32,768 × 4,096, beside a copy as large",
 )
 
 # %%
@@ -1930,30 +1979,19 @@ untouched, tight, spread_out = (
     100 * limited.share(name)
     for name in ("Kernel Book", "32 registers", "32 registers, 4 warps")
 )
-cure = (
-    "It helps to give each thread fewer values to hold: under the same limit, twice as many warps "
-    f"reach {spread_out:.0f} %."
-)
 lab.read(
-    f"Left alone, the compiler takes {needs:.0f} registers for each thread, and the kernel reaches "
-    f"{untouched:.0f} % of the speed of a copy. With 32 it spills to {spilled:.0f} places of 32 "
-    "bits per thread"
+    f"Left alone, the compiler takes {needs:.0f} registers for each thread. With 32 it spills to "
+    f"{spilled:.0f} places of 32 bits per thread"
     + (
         f", and the kernel takes {untouched / tight:.1f} times as long. "
         if tight < 0.95 * untouched
         else ", and the kernel is as fast all the same. "
     )
-    + f"{cure}"
+    + "It helps to give each thread fewer values to hold: under the same limit, twice as many "
+    f"warps reach {spread_out:.0f} %."
 )
 
 # %%
-# .. dropdown:: A line of machine code
-#
-#    The machine code of an NVIDIA GPU is called :term:`SASS`. Triton keeps it as
-#    ``compiled.asm["sass"]``, if ``nvdisasm`` is there to write it down, and otherwise the
-#    :term:`PTX` from which it is made, as ``compiled.asm["ptx"]``. The table counts the
-#    instructions of each kind, without a limit on registers and with 32, and shows what spills look
-#    like.
 
 # Measuring
 KINDS = {  # in SASS, and in PTX
@@ -2007,14 +2045,9 @@ code = lab.measure("The instructions of the softmax kernel", instructions)
 
 # %%
 
-# Folded: The instructions, counted
-code
-
-# %%
-
-# Folded: What the spills became, and how to read a line
+# Folded: In machine code: the instructions, counted, and how to read a line
 load = cell(code, "load", "times")
-spilled = (
+became = (
     f"With 32 registers, {cell(code, 'spill', 'times with 32 registers'):.0f} stores to local "
     f"memory and {cell(code, 'spill, read back', 'times with 32 registers'):.0f} loads from it are "
     "added, which is where spilled values live. These are more than the "
@@ -2022,7 +2055,7 @@ spilled = (
     "places of 32 bits in memory, and a place holds several values in turn."
 )
 if code.rows and "first in PTX" in code.rows[0]:
-    spilled = "PTX does not show spills, because only `ptxas` decides them; see the table above."
+    became = "PTX does not show spills, because only `ptxas` decides them; see the table above."
 line = str(cell(code, "load", "first in SASS")) if "SASS" in str(code.rows) else ""
 pattern = r"@(P\d) LDG\.E\.(\d+) R(\d+), desc\[\w+\]\[R(\d+)\.64\];"
 if parts := re.fullmatch(pattern, line):
@@ -2035,32 +2068,37 @@ if parts := re.fullmatch(pattern, line):
     )
 else:
     text = "A line names the operation, then where its result goes, then its inputs."
-lab.read(
-    f"Each thread holds 64 numbers of 16 bits, and loads them with {load:.0f} instructions of "
-    f"{64 * 16 / load:.0f} bits, the widest there are. {spilled}"
-    f" {text}"
+lab.together(
+    lab.read(
+        "In the machine code of an NVIDIA GPU, called SASS, a spill is a store to a thread's own "
+        "memory and a load from it. Triton keeps SASS as `compiled.asm['sass']`, if `nvdisasm` is "
+        "there to write it down, and otherwise PTX, the language from which it is made, as "
+        "`compiled.asm['ptx']`. The table counts the instructions of each kind, without a limit on "
+        "registers and with 32."
+    ),
+    code,
+    lab.read(
+        f"Each thread holds 64 numbers of 16 bits, and loads them with {load:.0f} instructions of "
+        f"{64 * 16 / load:.0f} bits, the widest there are. {became} {text}"
+    ),
 )
 
 # %%
-# Where do the bytes go? Ask the counters
-# ---------------------------------------
-#
-# The hardware counts what really moves. NVIDIA's Nsight Compute, ``ncu``, runs a script and prints
-# the counters that you name, for each launch of a kernel. These four tell most:
+# **Ask the counters.** NVIDIA's Nsight Compute, ``ncu``, runs a script and prints the hardware
+# counters that you name, for each launch of a kernel. These four tell most:
 #
 # .. code-block:: console
 #
-#    ncu --kernel-name regex:row_fwd_kernel --metrics \
+#    ncu --kernel-name "regex:row_fwd|online_fwd" --metrics \
 #    dram__bytes_read.sum,dram__bytes_write.sum,\
 #    dram__throughput.avg.pct_of_peak_sustained_elapsed,\
 #    sm__throughput.avg.pct_of_peak_sustained_elapsed \
 #        python script.py
 #
-# They are the bytes that HBM reads and writes, how busy it is, and how busy the busiest part of the
-# SMs is. (``ERR_NVGPUCTRPERM`` means that an administrator must permit counters first.) We ask
-# about softmaxes whose input and output are 268 MB each: of 16,384 × 8,192 by ``row`` and by
-# ``online``, another kernel of its chapter, which asks for every row twice; and the one above, of
-# 32,768 × 4,096. Guess: how many bytes does ``online`` read?
+# They are the bytes that HBM reads and writes, and how busy it and the SMs are.
+# We ask about three softmaxes whose input and output are 268 MB each: by ``row``, by ``online``,
+# another kernel of the softmax chapter, which asks for every row twice, and the slow one above.
+# Guess: how many bytes does ``online`` read?
 
 # Measuring
 COUNTERS = {
@@ -2173,23 +2211,9 @@ def counters_of_spills():
 
 
 counted = lab.measure("Counters of two softmaxes, 16,384 × 8,192", counters)
-
-# %%
-
-# Folded: All counters (whose times are no benchmark, because ncu flushes caches)
-counted
-
-# %%
-
-# Measuring
 of_spills = lab.attempt(
     "Counters of a softmax that spills, 32,768 × 4,096", counters_of_spills
 )
-
-# %%
-
-# Folded: The counters of the kernel that spills
-of_spills
 
 # %%
 
@@ -2227,22 +2251,22 @@ read, twice, written = (
     count("read from HBM", "online") / 1e6,
     count("written to HBM") / 1e6,
 )
-late = paper - written
 found = (
     "`row` reads what it must on paper"
     + (
-        f" (of what it writes, {late:.0f} MB are not in HBM yet when it ends, and probably still "
-        "in L2)"
-        if late > 0.02 * paper
+        f", and writes it but for some {round(paper) - round(written)} MB, which are probably "
+        "still in L2 when it ends"
+        if paper - written > 0.02 * paper
         else ""
     )
-    + f". It keeps HBM busy at {count('HBM, of its peak'):.0f} % of its peak and the SMs at "
+    + f". It keeps HBM busy at {count('HBM, of its peak'):.0f} % of its peak, which is as good as "
+    f"full, because `row` came to {untouched:.0f} % of a copy above. The SMs are at "
     f"{count('SMs, of their peak'):.0f} %, so it waits for memory, as its place on the roofline "
     "says. "
     if read < 1.02 * paper
     else f"`row` reads {read:.0f} MB from HBM, where {paper:.0f} would do. "
 ) + (
-    "`online` reads no more, because the second time it finds the row in a cache."
+    "`online` reads no more, so the second time it must have found the row in a cache."
     if twice < 1.05 * paper
     else f"`online` reads {twice:.0f} MB, some bytes twice."
 )
@@ -2260,7 +2284,8 @@ found = ""
 if moved > 1.2 * 2 * paper:
     found = (
         f"And our slow kernel? It moves {moved:,.0f} MB through HBM, {moved / 2 / paper:.1f} times "
-        "what its job needs, because what the threads spill does not fit into the caches. "
+        "what its job needs. The rest can only be what the threads spill, which did not stay in "
+        "the caches. "
         + (
             f"HBM is busy at {share:.0f} %, so **busy alone proves nothing**: compare the bytes "
             "with those on paper."
@@ -2271,60 +2296,53 @@ if moved > 1.2 * 2 * paper:
 elif moved > 0:
     found = (
         f"And our slow kernel? HBM moves hardly more than on paper, {moved:,.0f} MB, and is busy "
-        f"at only {share:.0f} %, because the spilled values stay in the caches, where the threads "
-        f"wait for them: {local:,.0f} MB pass through L1 on their account."
+        f"at only {share:.0f} %, so the spilled values stay in the caches: {local:,.0f} MB pass "
+        "through L1 on their account."
     )
 lab.read(found) if found else None
 
 # %%
-# So four numbers, beside what you count on paper, tell where to search:
+
+# Folded: All counters, and the account of the spills
+spilled_mb, back_mb = (
+    slow.get(what, nan) / 1e6 for what in ("spilled", "spills read back")
+)
+more_written, more_read = (
+    slow.get(what, nan) / 1e6 - paper for what in ("written to HBM", "read from HBM")
+)
+lab.together(
+    lab.read(
+        "The times here are no benchmark, because `ncu` runs a kernel several times to read all "
+        "its counters, and by default at a fixed clock (which we left free). If it answers "
+        "`ERR_NVGPUCTRPERM`, an administrator must permit counters first."
+    ),
+    counted,
+    of_spills,
+    lab.read(
+        f"The threads of the slow kernel store {spilled_mb:,.0f} MB of spilled values and read "
+        f"{back_mb:,.0f} back. HBM writes {more_written:,.0f} MB more than the job needs and reads "
+        f"{more_read:,.0f} more: most of what is spilled is written to HBM in the end, and most of "
+        "what is read back comes from a cache."
+        if more_read < 0.5 * back_mb and more_written > 0.5 * spilled_mb
+        else f"The threads of the slow kernel store {spilled_mb:,.0f} MB of spilled values and "
+        f"read {back_mb:,.0f} back, while HBM writes {more_written:,.0f} MB and reads "
+        f"{more_read:,.0f} MB more than the job needs."
+    )
+    if slow
+    else None,
+)
+
+# %%
+# So four numbers, beside what you count on paper, tell where to search. Busy means here more than
+# about 60 % of the peak.
 #
 # - *HBM busy, and its bytes as on paper:* the kernel is near its roof. Move fewer bytes.
 # - *HBM busy with more bytes than on paper:* spills, a second read that no cache catches, or
 #   neighbouring threads that do not load neighbouring addresses (:term:`coalescing`).
 # - *SMs busy:* fewer instructions, or :term:`matrix units <matrix unit>` for what is a matmul.
+# - *Both busy:* begin with the higher of the two.
 # - *Neither busy:* threads wait. Give each SM more :term:`warps <warp>`
 #   (:term:`occupancy`), or more loads at a time to each thread.
-
-# %%
-# What breaks it: counting the wrong bytes
-# ----------------------------------------
-#
-# Made of five PyTorch operations, as at the beginning of :doc:`/chapters/softmax`, softmax reads
-# and writes eight matrices:
-#
-# .. code-block:: python
-#
-#    m = x.max(dim=-1, keepdim=True).values  # reads one
-#    shifted = x - m  # reads one, writes one
-#    numerator = shifted.exp()  # reads one, writes one
-#    denominator = numerator.sum(dim=-1, keepdim=True)  # reads one
-#    y = numerator / denominator  # reads one, writes one
-#
-# Count all eight, and the waste counts as speed. The job needs two.
-
-
-# Reading
-def softmax_speeds():
-    """Of two softmaxes of 4,096 columns in 16 bits, in GB/s: by eight matrices, and by two."""
-    ladder = results.find("softmax")["sweeps"]["ladder"]
-    [at] = [i for i, p in enumerate(ladder["points"]) if p["columns"] == 4096]
-    size = ladder["points"][at]["rows"] * 4096 * 2 / 1e6
-    five, ours = (
-        size / ladder["milliseconds"][name][at][1]
-        for name in ("simple_softmax", "Kernel Book")
-    )
-    return 8 * five, 2 * five, 2 * ours
-
-
-text = "The chapter on softmax has no record yet, so there is nothing to compare."
-if results.find("softmax"):
-    claimed, real, book = softmax_speeds()
-    text = (
-        f"With 4,096 columns, the five operations then claim {claimed:,.0f} GB/s. By the bytes of "
-        f"the job they reach {real:,.0f}, and the book's kernel {book:,.0f}."
-    )
-lab.read(text)
 
 # %%
 # A checklist
@@ -2344,22 +2362,15 @@ lab.read(text)
 # - *Far below its roof:* print ``n_regs`` and ``n_spills``, then compare the bytes of ``ncu`` with
 #   those on paper.
 #
-# In short
-# --------
-#
-# To measure a kernel, keep the host and the cache out, take the median of many runs in random
-# order, and believe no difference that an A/A test also finds. Judge the time by the bytes and
-# FLOPs that it must pay for, and if it is bad, ask the compiler and the counters.
-# :doc:`/chapters/dropout` is timed in this way.
+# The next chapter, :doc:`/chapters/dropout`, is timed in this way.
 #
 # Exercises
 # ---------
 #
 # **1. How sure is a median?** Each of :math:`n` independent runs is below the true median with
-# probability 1/2, so the number of those below has a binomial distribution, whatever the times
-# have. Find the largest :math:`k` for which the true median lies between the k-th fastest and the
-# k-th slowest run in at least 95 of 100 measurements, for 20 and for 100 runs. Check it with times
-# from a distribution with a long tail.
+# probability 1/2, however the times are distributed. Find the largest :math:`k` for which the true
+# median lies between the k-th fastest and the k-th slowest run in at least 95 of 100 measurements,
+# for 20 and for 100 runs. Check it with times from a distribution with a long tail.
 
 # %%
 
@@ -2388,9 +2399,9 @@ for n in (20, 100):
 lab.table(rows, "The median lies between the k-th fastest and the k-th slowest run")
 
 # %%
-# **2. A sum in float16 that loses nothing.** Add 0.01 a thousand times in float16, as under “Is it
-# right?”. Keep what each addition rounds away in a second number, in float16 too, and give it back
-# with the next (Kahan, 1965). How far off is the sum now?
+# **2. A sum in float16 that loses nothing.** Add 0.01 a thousand times in float16, as in the fold
+# under “Is it right?”. Keep what each addition rounds away in a second number, in float16 too, and
+# give it back with the next (Kahan, 1965). How far off is the sum now?
 
 # %%
 

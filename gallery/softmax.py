@@ -8,13 +8,14 @@ three times?*
 
 You will learn
 
-- which two numbers to carry from block to block of a row, so that a sum can be repaired;
-- how partial results are merged in any order, which is what makes softmax parallel;
+- which two numbers to carry from block to block, so that a sum can be repaired;
+- how partial results merge in any order, which is what makes softmax parallel;
 - what each read of a row costs, and how to keep even a very wide row on chip.
 """
 
-# sphinx_gallery_thumbnail_number = 5
+# sphinx_gallery_thumbnail_number = 3
 import statistics
+import warnings
 from dataclasses import replace
 
 import torch
@@ -49,8 +50,8 @@ lab.start("softmax", "kernelbook.ops.softmax")
 # The problem in PyTorch
 # ----------------------
 #
-# Softmax turns a row of numbers into weights that are positive and sum to 1. The row 1, 2, 3
-# becomes about 0.09, 0.24, 0.67. In PyTorch it takes five operations.
+# Softmax turns a row of numbers into weights that are positive and sum to 1: the row 1, 2, 3
+# becomes about 0.09, 0.24, 0.67. Written out in PyTorch operations it takes five.
 
 
 def simple_softmax(x):
@@ -62,9 +63,8 @@ def simple_softmax(x):
 
 
 # %%
-# We subtract the maximum because exponentials overflow: in float16, even :math:`e^{12}` is too
-# large to store. The result stays the same, because numerator and denominator are scaled by the
-# same factor, :math:`e^{-m}`.
+# We subtract the maximum because exponentials overflow: in float16 even :math:`e^{12}` is too
+# large. The result stays the same, because the factor :math:`e^{-m}` cancels.
 #
 # Each operation reads its input from memory and writes its output back: 5 reads and 3 writes of the
 # row, where one read and one write would do.
@@ -74,15 +74,15 @@ def simple_softmax(x):
 #          three_pass: three reads and one write. online: two reads and one write. row, packed and
 #          split: one read and one write.
 #
-# A single :term:`kernel` can do all five operations. This page builds five such kernels, which the
-# figure names. The bars at the top of the page belong to ``simple_softmax``, ``three_pass``,
-# ``online`` and ``split``.
+# One :term:`kernel` can do all five operations. This page builds five such kernels: ``three_pass``,
+# ``online``, ``row``, ``packed`` and ``split``. Orange marks what they read again. The last bar at
+# the top is ``split``; ``row`` reads once as well, and yet is slower there than ``online``.
 #
 # Blocks, done wrong
 # ------------------
 #
 # The tempting shortcut reads a row once, block by block, and normalises each block by its own
-# maximum and its own sum. Here each :term:`program` takes one row.
+# maximum and its own sum. Each :term:`program` takes one row.
 
 import triton
 import triton.language as tl
@@ -94,9 +94,7 @@ def blockwise_kernel(x_ptr, y_ptr, n_cols, BLOCK_COLS: tl.constexpr):
     for start in range(0, n_cols, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
         x = tl.load(
-            x_ptr + row * n_cols + cols,
-            mask=cols < n_cols,
-            other=float("-inf"),
+            x_ptr + row * n_cols + cols, mask=cols < n_cols, other=float("-inf")
         )
         numerator = tl.exp(x - tl.max(x, axis=0))
         y = numerator / tl.sum(numerator, axis=0)
@@ -104,32 +102,38 @@ def blockwise_kernel(x_ptr, y_ptr, n_cols, BLOCK_COLS: tl.constexpr):
 
 
 # %%
-# We run it on three random rows of 1,000 columns.
 
+
+# Reading
 x = torch.randn(3, 1000, device=runtime.DEVICE)
-rows = []
+sums = {}
 for block in (1024, 512, 256):
     wrong = torch.empty_like(x)
     blockwise_kernel[(3,)](x, wrong, 1000, block)
-    sums = ", ".join(f"{value:.3f}" for value in wrong.sum(-1))
-    rows.append({"block": f"{block:,}", "sums of the three rows": sums})
-right = ", ".join(f"{value:.3f}" for value in softmax(x).sum(-1))
-lab.table(
-    [*rows, {"block": "softmax", "sums of the three rows": right}],
-    "Blocks normalised one by one",
+    sums[block] = wrong.sum(-1)
+
+
+def alike(values):
+    """A number that all values are, but for rounding, or all of them."""
+    return " or ".join(sorted({f"{value:.3g}" for value in values.tolist()}))
+
+
+(whole, its_sums), *others = sums.items()
+lab.read(
+    f"Of three random rows of 1,000 columns each sums to {alike(its_sums)} with one block of "
+    f"{whole:,}, "
+    + " and ".join(f"with blocks of {n:,} to {alike(found)}" for n, found in others)
+    + ", because every block sums to 1. A test with rows of one block would pass."
 )
 
 # %%
-# Every block sums to 1, so a row sums to its number of blocks. A test with rows of one block would
-# pass. What must a block know of the blocks before it?
-#
 # The idea
 # --------
 #
-# Two numbers are enough: the maximum so far and the sum so far, which the loop carries along. Take
-# the row 1, 2, 4. After 1 and 2 the maximum is 2 and the sum is :math:`e^{1-2} + e^{2-2} = 1.37`.
-# Then 4 arrives, and both terms should have been relative to 4. We need not compute them again:
-# times :math:`e^{2-4}` the sum is 0.19, and with the 1 that the new element adds, 1.19.
+# Two numbers are enough: the maximum so far and the sum so far. Take the row 1, 2, 4. After 1 and 2
+# the maximum is 2 and the sum is :math:`e^{1-2} + e^{2-2} = 1.37`. Then 4 arrives, and both terms
+# should have been relative to 4. We need not compute them again: times :math:`e^{2-4}` the sum is
+# 0.19, and with the 1 that the new element adds, 1.19.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -137,7 +141,7 @@ lab.table(
 #    When a larger element arrives, all terms of the old sum are too large, but all by the same
 #    factor, so one multiplication repairs the sum.
 #
-# The method is called :term:`online softmax`.
+# The method is called :term:`online softmax` (Milakov and Gimelshein, 2018).
 #
 # The mathematics
 # ---------------
@@ -152,23 +156,10 @@ lab.table(
 #    d_j &= d_{j-1}\, e^{m_{j-1} - m_j} + e^{x_j - m_j}
 #    \end{aligned}
 #
-# with :math:`m_0 = -\infty` and :math:`d_0 = 0`. This is exact,
-# :math:`d_j = \sum_{i \le j} e^{x_i - m_j}` for every :math:`j`, because exponents add: an old term
-# :math:`e^{x_i - m_{j-1}}`, multiplied by :math:`e^{m_{j-1} - m_j}`, is :math:`e^{x_i - m_j}`. So a
-# single pass over the row finds both its maximum and its sum.
-#
-# .. dropdown:: The proof, by induction
-#
-#    For :math:`j = 0` both sides of :math:`d_j = \sum_{i \le j} e^{x_i - m_j}` are 0. If it holds
-#    for :math:`j - 1`, then
-#
-#    .. math::
-#
-#       \begin{aligned}
-#       d_j &= d_{j-1}\, e^{m_{j-1} - m_j} + e^{x_j - m_j} \\
-#       &= \sum_{i < j} e^{x_i - m_{j-1}}\, e^{m_{j-1} - m_j} + e^{x_j - m_j} \\
-#       &= \sum_{i \le j} e^{x_i - m_j}
-#       \end{aligned}
+# with :math:`m_0 = -\infty` and :math:`d_0 = 0`. By induction, :math:`d_j = \sum_{i \le j}
+# e^{x_i-m_j}` for every :math:`j`: exponents add, so an old term :math:`e^{x_i-m_{j-1}}`,
+# multiplied by :math:`e^{m_{j-1}-m_j}`, becomes :math:`e^{x_i-m_j}`, and the new element adds the
+# last term.
 #
 # **The merge.** The recurrence adds one element at a time, but a GPU has thousands of threads. So
 # cut the row into two pieces, with the pairs :math:`(m_a, d_a)` and :math:`(m_b, d_b)`. By the same
@@ -194,6 +185,13 @@ lab.table(
 
 
 # Reading
+def ten(x, digits=0):
+    """A small number as people write it, without a place where a line may break: 8×10⁻⁷."""
+    mantissa, power = f"{x:.{digits}e}".split("e")
+    raised = str(int(power)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return f"{mantissa}×10{raised}"
+
+
 def pair(x):
     m = x.max()
     return m, (x - m).exp().sum()
@@ -216,15 +214,15 @@ for pieces in (2, 7, 100):
 assert off < 1e-13
 lab.read(
     "Merged in a random order, 100 pieces of a row have its exact maximum, and its sum up to "
-    f"rounding: in float64 it is off by {off:.0e}."
+    f"rounding: in float64 it is off by {ten(off)} of itself."
 )
 
 # %%
 # Three reads: three_pass
 # -----------------------
 #
-# First a kernel without the idea: ``three_pass`` has three loops where ``blockwise_kernel`` has
-# one, for the maximum of the row, for its sum, and for the result.
+# ``three_pass`` does without the idea: it has three loops, for the maximum, the sum and the
+# result.
 
 # Folded: The three_pass kernel whole, with its exp
 lab.listing(
@@ -236,9 +234,7 @@ lab.listing(
 
 # %%
 # Softmax is :term:`memory-bound`: for each 16-bit number it moves four bytes and does only about
-# five operations. So the yardstick is PyTorch's copy, which reads and writes every row once. In the
-# figures, all in bfloat16, 100 % is the speed of a copy, and the new kernel is blue. The dotted
-# line is what its bytes allow if all of them come from memory.
+# five operations. So the yardstick is PyTorch's copy, which reads and writes every row once.
 
 
 # Measuring
@@ -298,21 +294,22 @@ STEPS = {  # a name in the figures: the provider, and at how many columns it run
     "packed": ("Kernel Book", range(PACKED + 1, SPLIT + 1)),
     "split": ("Kernel Book", range(SPLIT + 1, 2**20)),
 }
-BESIDE = {"row": (-6, -11), "packed": (-24, 13)}  # names inside the axes, in points
+BESIDE = {"row": (-6, -11), "packed": (-8, -13)}  # names inside the axes, in points
 plain = [replace(sweep, skipped={}) for sweep in (ladder, *ladder.elsewhere)]
 
 
-def step(new, title, *earlier, passes=2):
-    """Draw the line of a kernel above those of earlier ones, and shade what it gains.
+def step(title, *earlier, new, allowed=None):
+    """Draw the lines of new kernels above those of earlier ones, and shade what they gain.
 
-    ``passes`` over the row, if memory answers each, allow the speed of the dotted line.
+    ``allowed`` maps a kernel to the passes over the row that it makes. If memory answers each, they
+    allow the speed of a dotted line.
     """
-    allowed = 100 * 2 / passes
+    allowed = {name: 100 * 2 / passes for name, passes in (allowed or {}).items()}
 
     def lines(rows):
-        """The columns and heights of each kernel, the new one last."""
+        """The columns and heights of each kernel, the new ones last."""
         found = {}
-        for name in (*earlier, new):
+        for name in (*earlier, *new):
             provider, at = STEPS[name]
             found[name] = {
                 row["columns"]: 100 * row["share"]
@@ -323,10 +320,18 @@ def step(new, title, *earlier, passes=2):
 
     def told(rows):
         drawn = lines(rows)
-        points = ", ".join(f"{n:,} columns {y:.0f}" for n, y in drawn[new].items())
-        before = ", ".join(name for name in drawn if name != new)
-        dotted = f" Dotted: {allowed:.0f}, all from memory." if passes > 2 else ""
-        return f"{new} in % of a copy's speed: {points}. In grey: {before}.{dotted}"
+        points = "; ".join(
+            f"{name}, "
+            + ", ".join(f"{n:,} columns {y:.0f}" for n, y in drawn[name].items())
+            for name in new
+            if name in drawn
+        )
+        before = ", ".join(name for name in drawn if name not in new)
+        dotted = "".join(
+            f" Dotted: {height:.0f}, {name} all from memory."
+            for name, height in allowed.items()
+        )
+        return f"In % of a copy's speed: {points}. In grey: {before}.{dotted}"
 
     def draw(axes, rows):
         axes.figure.set_size_inches(5.4, 2.7)
@@ -337,13 +342,29 @@ def step(new, title, *earlier, passes=2):
             look = {"color": grey, "linewidth": 1}
             if name == "row":
                 look |= {"linestyle": (0, (4, 2)), "linewidth": 1.4}
-            if name == new:
+            if name in new:
                 look = {
                     "color": blue,
                     "linewidth": 2.6,
                     "marker": "o",
                     "markersize": 4.5,
                 }
+                best = [
+                    max(drawn[old].get(n, 0) for old in drawn if old not in new)
+                    for n in columns
+                ]
+                axes.fill_between(
+                    columns,
+                    best,
+                    height,
+                    where=[
+                        ours > theirs for ours, theirs in zip(height, best, strict=True)
+                    ],
+                    interpolate=True,
+                    color=blue,
+                    alpha=0.15,
+                    linewidth=0,
+                )
             axes.plot(columns, height, **look)
             axes.annotate(
                 name,
@@ -352,39 +373,38 @@ def step(new, title, *earlier, passes=2):
                 textcoords="offset points",
                 va="center",
                 color=look["color"],
-                fontweight="bold" if name == new else "normal",
+                fontweight="bold" if name in new else "normal",
                 annotation_clip=False,
             )
-        best = [
-            max(drawn[name].get(n, 0) for name in drawn if name != new) for n in columns
-        ]
-        gained = [ours > theirs for ours, theirs in zip(height, best, strict=True)]
-        shade = {"color": blue, "alpha": 0.15, "linewidth": 0}
-        axes.fill_between(
-            columns, best, height, where=gained, interpolate=True, **shade
-        )
         axes.axhline(100, color=grey, linestyle="--", linewidth=1)
+        axes.annotate(
+            "copy",
+            (COLUMNS[-1], 100),
+            (0, 7),
+            textcoords="offset points",
+            ha="right",
+            va="center",
+            color=grey,
+            annotation_clip=False,
+        )
         low = 0 if "simple_softmax" in drawn else 40
-        if passes > 2:
-            ends = [COLUMNS[0], COLUMNS[-1]]
+        for name, height in allowed.items():
+            ends, colour = [COLUMNS[0], COLUMNS[-1]], blue if name in new else grey
             axes.plot(
-                ends, [allowed, allowed], color=blue, linestyle=":", linewidth=1.4
+                ends, [height, height], color=colour, linestyle=":", linewidth=1.4
             )
-            words = f"all from memory: {allowed:.0f}"
-            axes.text(1100, allowed - 0.01 * (114 - low), words, color=blue, va="top")
+            words = f"{name} all from memory: {height:.0f}"
+            axes.text(1100, height - 0.01 * (114 - low), words, color=colour, va="top")
         axes.set_xscale("log", base=2)
         axes.set_xticks(COLUMNS, [f"{n // 1024}Ki" for n in COLUMNS])
         axes.minorticks_off()
-        axes.set(xlabel="columns", ylabel="% of copy", ylim=(low, 114))
+        scale = f"% of copy, from {low}" if low else "% of copy"
+        axes.set(xlabel="columns", ylabel=scale, ylim=(low, 114))
 
     return lab.draw(replace(plain[0], elsewhere=plain[1:]), title, told, draw)
 
 
-step("three_pass", "From five operations to one kernel", "simple_softmax", passes=4)
-
-# %%
-
-# Reading
+# Measuring
 cached, long = 16384, 131072
 share = {
     (name, n): 100 * ladder.share(name, columns=n)
@@ -400,34 +420,22 @@ share = {
 }
 gpu = ladder.provenance["gpu"] if ladder.provenance else "this GPU"
 short = {n: share["three_pass", n] for n in COLUMNS if n <= cached}
-dip = min(short, key=short.get)
-dips = short[dip] < min(short[COLUMNS[0]], short[cached]) - 3
-lab.read(
-    f"On {gpu}, `three_pass` reaches {share['three_pass', long]:.0f} % at {long:,} columns, where "
-    f"three reads and one write would allow {100 * 2 / 4:.0f}. Shorter rows reach up to "
-    f"{max(short.values()):.0f} %, which is possible only because a cache, and not memory, answers "
-    "the later reads."
-    + f" `simple_softmax` stays at {share['simple_softmax', long]:.0f} %, "
-    + "about half of " * (0.4 < share["simple_softmax", long] / 25 < 0.6)
-    + f"the {100 * 2 / 8:.0f} that its eight passes would allow. Why that is so"
-    + f", and why `three_pass` dips around {dip:,} columns," * dips
-    + " we have not measured."
-)
+dips = [n for n in short if short[n] < min(short[COLUMNS[0]], short[cached]) - 3]
 
 # %%
 # Two reads: online
 # -----------------
 #
-# The recurrence saves a read: one loop finds both the maximum and the sum, a whole block at a time.
-# When a block raises the maximum, ``alpha`` is less than 1 and shrinks the old sum (dashed in the
-# bar of ``d``) to its blue part. Then the block adds its own share, in orange.
+# One loop finds both the maximum and the sum, a whole block at a time. When a block raises the
+# maximum, ``alpha`` shrinks the old sum (the dashed outline) to the blue part, and then the block
+# adds its own share, in orange.
 #
 # .. animation:: online_softmax
 
 # %%
-# In the kernel, the three lines from ``m_new`` to ``d`` repair what ``blockwise_kernel`` did wrong.
-# ``INF`` is ``tl.constexpr(float("inf"))``. The results need the final maximum and sum, so a second
-# loop reads the row again.
+# The three lines from ``m_new`` to ``d`` repair what ``blockwise_kernel`` did wrong (``INF`` is
+# ``tl.constexpr(float("inf"))``). A second loop reads the row again, because the results need the
+# final maximum and sum. The timed kernel, in the fold below, also widens 16-bit rows to float32.
 
 lab.source(online_kernel)
 
@@ -437,31 +445,27 @@ lab.source(online_kernel)
 y = torch.empty_like(x)
 online_kernel[(3,)](x, y, 1000, BLOCK_COLS=256)
 torch.testing.assert_close(y, torch.softmax(x, dim=-1), rtol=1e-5, atol=0)
-online_sums = ", ".join(f"{value:.3f}" for value in y.sum(-1))
+off = (y / torch.softmax(x, dim=-1) - 1).abs().max().item()
 lab.read(
-    f"With blocks of 256, the three rows of “Blocks, done wrong” now sum to {online_sums}."
+    "With blocks of 256 the three rows now sum to "
+    f"{alike(y.sum(-1))}, and no result differs from that of PyTorch's softmax by more than "
+    f"{ten(off)} of itself."
 )
 
 # %%
-
-# Folded: The timed online kernel, which also survives a block of minus infinity
-lab.listing(
-    {
-        "If a row begins with a block of nothing but minus infinity, so is m_new, and the "
-        "difference of two infinities is not a number. finite puts zero in its place": finite,
-        "The hints evict_last and evict_first ask the cache to keep the row for the second loop, "
-        "and to drop it after that. With one row per program this is online, with four it is "
-        "online_2d": online_fwd_kernel,
-    }
-)
-
-# %%
-# What does the second read cost? Little, if it still finds the row in the :term:`L2` cache. It can
-# if all rows *in flight*, those that programs are working on, fit there with their results. In this
-# figure and the next two the axis begins at 40 %.
+# What does the second read cost? Little, if the rows *in flight*, those that programs are working
+# on, stay in the :term:`L2` cache with their results. In the figures, all in bfloat16, 100 % is the
+# speed of a copy, and a new kernel is blue. A dotted line is what a kernel's bytes allow if all of
+# them come from memory. An input has 32,768 rows, or fewer if it would have more than
+# :math:`2^{28}` numbers.
 
 # Drawing
-step("online", "From three reads to two", "three_pass", passes=3)
+step(
+    "From three reads to two",
+    "three_pass",
+    new=("online",),
+    allowed={"three_pass": 4, "online": 3},
+)
 
 # %%
 
@@ -483,30 +487,38 @@ held = -(-counters.get(("registers per thread", "online"), nan) // 8) * 8
 at_once = min(8, 65536 // (256 * held))
 in_flight = {n: 2 * sms * at_once * n * 2 / 2**20 for n in COLUMNS if n >= 8192}
 fits = [share["online", n] for n in COLUMNS if n <= cached]
-once = counters.get(("read from HBM", "online"), nan) / (2 * 16384 * 8192)
+fetched = counters.get(("read from HBM", "online"), nan)
+given = 2 * 16384 * 8192  # bytes of the input
 lab.read(
-    f"Up to {cached:,} columns `online` runs at {min(fits):.0f} to {max(fits):.0f} % of a copy's "
-    "speed, so its second read does not come from memory."
+    f"On {gpu}, `three_pass` reaches {share['three_pass', long]:.0f} % at {long:,} columns, where "
+    f"its bytes allow {100 * 2 / 4:.0f}. Shorter rows reach more, because a cache answers the "
+    f"later reads. `online` reaches {min(fits):.0f} to {max(fits):.0f} % up to {cached:,} columns, "
+    f"and {share['online', long]:.0f} at {long:,}. "
     + (
-        " The hardware counters of “Measuring a kernel” agree: at 8,192 columns `online` reads no "
-        "more bytes from memory than its input has."
-        if once < 1.01
-        else ""
-    )
-    + f" At {long:,} columns it reaches {share['online', long]:.0f} %, where two reads and one "
-    f"write from memory would allow {100 * 2 / 3:.0f}."
-    + (
-        " L2 would explain the fall: by our estimate, what is in flight fits there up to "
-        f"{cached:,} columns."
+        "By our estimate what is in flight fits in L2 just so far, which would explain the fall. "
         if in_flight[cached] < l2 < in_flight[2 * cached]
         else ""
     )
+    + "We measured neither that, nor why "
+    + f"`three_pass` dips at {' and '.join(f'{n:,}' for n in dips)} columns, nor why "
+    * bool(dips)
+    + "`online` ends below its dotted line." * (share["online", long] < 65)
+    + "`online` ends at its dotted line." * (not share["online", long] < 65)
 )
 
 # %%
 
-# Folded: How the rows in flight are counted
-lab.table(
+# Folded: The timed online kernel, and how the rows in flight are counted
+kernel = lab.listing(
+    {
+        "If a row begins with a block of nothing but minus infinity, so is m_new, and the "
+        "difference of two infinities is not a number. finite puts zero in its place": finite,
+        "The hints evict_last and evict_first ask the cache to keep the row for the second loop, "
+        "and to drop it after that. With one row per program this is online, with four it is "
+        "online_2d": online_fwd_kernel,
+    }
+)
+estimate = lab.table(
     [
         {
             "columns": f"{n:,}",
@@ -521,16 +533,24 @@ lab.table(
     f"{at_once:.0f} programs, and {sms} SMs work on {sms * at_once:.0f} rows at once. An estimate: "
     "a cache may hold other data",
 )
+counted = lab.read(
+    "The hardware counters of “Measuring a kernel” (“Where do the bytes go?”) agree that the "
+    f"second read does not come from memory: of an input of {given / 1e6:.0f} MB with 8,192 "
+    f"columns `online` reads {fetched / 1e6:.0f} MB there."
+    if fetched < 1.01 * given
+    else f"Of an input of {given / 1e6:.0f} MB with 8,192 columns `online` reads "
+    f"{fetched / 1e6:.0f} MB from memory, by the counters of “Measuring a kernel”."
+)
+lab.together(estimate, counted, kernel)
 
 # %%
 # One read: row
 # -------------
 #
 # A program that keeps its row needs no second read, and no loop: ``row`` is ``blockwise_kernel``
-# with a single block that covers the row. It widens the row to float32 and keeps it in its
-# :term:`registers <register>`, the fastest storage of a streaming multiprocessor (:term:`SM`). The
-# size of a block must be a power of two, and ``other`` fills what is left over with minus infinity,
-# whose exponential is 0. What does the saved read gain?
+# with a single block, a power of two, that covers the row. It widens the row to float32 and keeps
+# it in its :term:`registers <register>`, the fastest storage of a streaming multiprocessor
+# (:term:`SM`).
 
 # Folded: The row kernel whole, which takes one or more rows per program
 lab.listing(
@@ -543,21 +563,6 @@ lab.listing(
 
 # %%
 
-lab.table(
-    [
-        {
-            "columns": f"{n:,}",
-            "online, two reads": f"{share['online', n]:.0f} %",
-            "row, one read": f"{share['one program', n]:.0f} %",
-        }
-        for n in COLUMNS
-        if 8192 <= n <= 65536
-    ],
-    f"Speed in % of a copy, bfloat16, {gpu}",
-)
-
-# %%
-
 # Reading
 one = share["one program", 32768]
 gains = {
@@ -565,17 +570,16 @@ gains = {
     for n in COLUMNS
     if 8192 <= n <= 65536
 }
-lag = max(round(share["online", n]) - round(share["one program", n]) for n in gains)
 lab.read(
     (
-        f"Nothing: at each of these lengths `row` is even slower than `online`, by up to {lag:.0f} "
-        "points. "
+        f"Nothing is gained: at 32,768 columns `row` reaches {one:.0f} % and `online` "
+        f"{share['online', 32768]:.0f}, at 65,536 {share['one program', 65536]:.0f} and "
+        f"{share['online', 65536]:.0f}. "
         if max(gains.values()) < 1
-        else "Next to nothing. "
+        else "Next to nothing is gained. "
     )
-    + f"Up to {cached:,} columns little could be gained, because `online` is as fast as a copy "
-    "already. Longer rows ought to gain, because a single read allows 100 %. Yet at 32,768 columns "
-    f"`row` falls to {one:.0f}. What holds it back?"
+    + f"Up to {cached:,} columns `online` is as fast as a copy already, but longer rows ought to "
+    "gain, because a single read allows 100 %. What holds `row` back?"
     if max(gains.values()) < 1.03
     else f"`row` is up to {max(gains.values()):.2f} times as fast as `online`. Yet at 32,768 "
     f"columns it reaches {one:.0f} %, although a single read allows 100. What holds it back?"
@@ -584,11 +588,6 @@ lab.read(
 # %%
 # Packed: two programs on an SM
 # -----------------------------
-#
-# An SM has 65,536 registers of 4 bytes, which all programs that run on it share. A division tells
-# how many programs fit.
-
-# %%
 
 
 # Measuring
@@ -710,9 +709,10 @@ def fit(programs):
 # Reading
 row_each, row_whole, row_fit = registers_of("row", 32768, 512)
 lab.read(
-    "`row` gives a row of 32,768 columns 512 threads, so each thread holds 64 numbers. For these, "
-    f"widened to float32, and for its other values the compiler gives it {row_each:.0f} registers. "
-    f"The program takes 512 × {row_each:.0f} = {row_whole:,.0f} registers, "
+    "An SM has 65,536 registers of 4 bytes, which all programs on it share. For a row of 32,768 "
+    "columns a program of `row` has 512 threads with 64 numbers each, widened to float32. With its "
+    f"other values a thread takes {row_each:.0f} registers, and the program 512 × {row_each:.0f} = "
+    f"{row_whole:,.0f}, "
     + (
         "so it is alone on its SM: while it computes, no other program can load its row there."
         if row_fit == 1
@@ -723,33 +723,19 @@ lab.read(
 # %%
 # .. animation:: registers_of_an_sm
 #
-# The kernel ``packed`` makes room for a second program, because it keeps a 16-bit row as it is in
-# memory, two numbers in each register. Each int32 of ``raw`` is such a pair. ``widen`` turns pairs
-# into float32, and ``narrow`` turns the results back into ``dtype``, the dtype of the row.
-#
-# The row is widened three times, for the maximum, for the sum and for the result. A compiler may
-# see that this is the same computation, do it once, and keep the float32 row in registers. So
-# between the steps we add to ``raw`` an argument named ``zero``. We always pass 0, but the compiler
-# cannot know that: for it ``raw`` has changed, and must be widened anew.
+# ``packed`` makes room for a second program, because it keeps a 16-bit row as it is in memory: each
+# int32 of ``raw`` holds a pair of numbers. ``widen`` reads the two halves as numbers of ``dtype``
+# (a ``bitcast`` changes no bit, only what the bits stand for) and interleaves them as float32.
+
+lab.source(widen)
+
+# %%
+# The row is widened three times. A compiler could see that this is the same computation, do it
+# once, and keep the float32 row in registers. So between the steps we add to ``raw`` an argument
+# named ``zero``, whose value, always 0, the compiler cannot know. (We did not measure what it does
+# without.) ``narrow`` packs the results again.
 
 lab.source(packed_row_fwd_kernel, "widen")
-
-# %%
-
-# Folded: The packed kernel whole, with widen and narrow
-lab.listing(
-    {
-        "The kernel": packed_row_fwd_kernel,
-        "From pairs to float32": widen,
-        "And back": narrow,
-    }
-)
-
-# %%
-
-
-# Drawing
-step("packed", "From one program on an SM to two", "online", "row")
 
 # %%
 
@@ -757,54 +743,37 @@ step("packed", "From one program on an SM to two", "online", "row")
 packed = share["Kernel Book", 32768]
 packed_each, packed_whole, packed_fit = registers_of("packed", 32768, 512)
 given = packed_whole / 512
-lab.read(
-    f"`packed` takes {packed_each:.0f} registers per thread. "
-    + f"They are handed out by the eight, so {given:.0f} are occupied. "
-    * (given != packed_each)
-    + f"A program has 512 × {given:.0f} = {packed_whole:,.0f}"
-    + ", half of those of an SM" * (2 * packed_whole == 65536)
-    + f", so {fit(packed_fit)} programs fit. At 32,768 columns `packed` reaches {packed:.0f} % of "
-    f"a copy, where `row` reached {one:.0f}."
-)
-
-# %%
-
-
-# Reading
 alone, both = (
     speed(f"packed in a loop, {n}", 32768) for n in ("one program", "two programs")
 )
 looped = speed("packed", 32768) - both
-text = (
-    "**Does the second program make the difference?** In a separate run on half as many rows (the "
-    "fold below) we put `packed` in a loop over rows, so that the launch decides how many programs "
-    "share an SM. The loop reaches "
-    f"{alone:.0f} % of a copy with one program on an SM and {both:.0f} with two"
-)
-if both - alone > 2:
-    text += (
-        ", so a second program helps"
-        + (
-            f". But `packed` without the loop reaches {speed('packed', 32768):.0f} in that run, "
-            f"and `row` {speed('row', 32768):.0f}. The loop costs "
-            + (
-                "about as much as the second program gains"
-                if abs(looped - (both - alone)) < 4
-                else f"{looped:.0f} points"
-            )
-            + ", and we have not measured why. So the second program need not explain the whole "
-            "step from `row` to `packed`"
-        )
-        * (looped > 2)
-        + ". "
+lab.read(
+    f"`packed` takes {packed_each:.0f} registers per thread"
+    + ", which are given out by the eight" * (given != packed_each)
+    + f": 512 × {given:.0f} = {packed_whole:,.0f}, so {fit(packed_fit)} programs fit. At 32,768 "
+    f"columns it reaches {packed:.0f} % of a copy, where `row` reached {one:.0f}. Does the second "
+    "program make the difference? "
+    + ("In part: " if both - alone > 2 else "Not by itself: ")
+    + f"in a loop over rows the kernel reaches {alone:.0f} % with one program per SM and "
+    f"{both:.0f} with two"
+    + (
+        f", but the loop itself costs {looped:.0f} points, so the second program need not explain "
+        "the whole step."
+        if looped > 2
+        else "."
     )
-else:
-    text += ", so the number of programs does not explain why `packed` is faster. "
-lab.read(text)
+)
 
 # %%
 
-# Folded: Registers, programs per SM and speed of each kernel
+# Folded: The packed kernel whole, and what a second program gains
+kernel = lab.listing(
+    {
+        "The kernel": packed_row_fwd_kernel,
+        "From pairs to float32": widen,
+        "And back": narrow,
+    }
+)
 nearby = (
     ("row", 32768, "one program"),
     ("packed", 32768, "Kernel Book"),
@@ -812,11 +781,34 @@ nearby = (
     ("split", 65536, "Kernel Book"),
 )
 gap = max(abs(speed(kernel, n) - share[provider, n]) for kernel, n, provider in nearby)
-lab.table(
-    sm_table.rows,
-    f"Programs per SM and the speed, bfloat16, {gpu}: a separate run on half as many rows as in "
-    f"the figures, from which it differs by up to {gap:.0f} points",
+spilled = on_sm.get(("row", 65536), {}).get("spills", 0)
+lone, spilling, several = (speed(name, 65536) for name in ("packed", "row", "split"))
+far = [
+    (sweep.provenance["gpu"], 100 * sweep.share("one program", columns=32768))
+    for sweep in ladder.elsewhere
+]
+told = lab.read(
+    "".join(
+        f"On {name}, whose memory is slower, `row` reaches {reached:.0f} % at 32,768 columns. "
+        for name, reached in far
+        if "H100" in name and reached > 95
+    )
+    + "We measured the loop in a separate run, on half as many rows as in the figures, from which "
+    f"it differs by up to {gap:.0f} points. There `packed` without the loop reaches "
+    f"{speed('packed', 32768):.0f} % and `row` {speed('row', 32768):.0f}. Why the loop costs so "
+    f"much we have not measured. At 65,536 columns, where one program of `packed` or `row` fills "
+    f"an SM, `packed` reaches {lone:.0f} %, `row` {spilling:.0f}, and `split`, the kernel of the "
+    f"next section, {several:.0f}. "
+    + (
+        "A program of `row` has 1,024 threads there, so a thread can have only 64 registers, and "
+        f"it holds 64 numbers: {spilled} values are kept in memory instead (they spill), which "
+        "may be why `row` is slower than `packed`."
+        if spilled and lone > spilling
+        else ""
+    )
 )
+measured = lab.table(sm_table.rows, f"Programs per SM and the speed, bfloat16, {gpu}")
+lab.together(told, measured, kernel)
 
 # %%
 # Split: programs share a row
@@ -828,56 +820,45 @@ parts, part_cols, part_warps = tuned.split(65536, 2, "forward")
 part_threads = 32 * part_warps
 part_each, _, part_fit = registers_of("split", 65536, part_threads)
 lab.read(
-    f"At 65,536 columns the program of `packed`, 1,024 threads with {alone_each:.0f} registers "
-    f"each, takes {alone_whole:,.0f}"
+    f"At 65,536 columns the program of `packed` takes {alone_whole:,.0f} registers"
     + (", so it is alone again. " if alone_fit == 1 else ". ")
-    + f"The kernel `split` cuts such a row into {parts} parts of {part_cols:,} columns. The "
-    f"program of a part has {part_threads} threads with {part_each:.0f} registers each, so "
-    f"{fit(part_fit)} programs fit."
+    + f"`split` cuts such a row into {parts} parts of {part_cols:,} columns. The program of a part "
+    f"has {part_threads} threads with {part_each:.0f} registers each, so {fit(part_fit)} fit."
 )
 
 # %%
 # Programs that share a row need only each other's pairs. Each *publishes* the pair of its part in a
-# *slot* of memory, zero at first, and *collects* those of the others. We call this an
-# :term:`exchange`.
+# *slot* of memory, which is zero at first, and *collects* those of the others: an :term:`exchange`.
 #
 # .. animation:: publish_and_collect
+#
+# In ``split``, as drawn, one look reads all slots of the row. The smallest such kernel, for
+# float32, looks at one slot after the other. It calls ``pair_of``, which loads one part:
 
-# %%
-# The smallest kernel that does this calls ``pair_of``, which loads one part and returns its maximum
-# ``m``, its sum ``d``, its numerators ``exp(x - m)`` and its columns. A part of nothing but minus
-# infinity makes the row NaN, as such a first block does in ``online_kernel``, but not in the timed
-# kernels.
-
-# Folded: The pair of one part
 lab.source(pair_of)
 
 # %%
-# **Publish.** With four parts per row, programs 0 to 3 share row 0, and programs 4 to 7 row 1. A
-# slot has 64 bits. ``bitcast`` takes the 32 bits of a float as an integer, and ``<< 32`` moves
-# those of the maximum into the upper half, above those of the sum. The sum is positive, so its sign
-# bit is 0, and widened to 64 bits it leaves that half empty. An
-# :term:`atomic` stores all 64 bits at once, so a reader finds either an empty slot or a whole pair,
-# and no lock is needed.
+# **Publish.** With four parts per row, programs 0 to 3 share row 0, and programs 4 to 7 row 1. In
+# the 64 bits of a slot, ``<< 32`` puts the maximum above the sum. The sum is positive, so its sign
+# bit is 0, and widening it to 64 bits leaves the upper half zero. An :term:`atomic` stores all 64
+# bits at once, so a reader finds either an empty slot or a whole pair, and needs no lock.
+#
 
 lab.source(shared_row_kernel, "def", "publish")
 
 # %%
-# **Collect.** The program *polls* one slot after the other: it asks again and again while the slot
-# is empty. An atomic *or* with 0 changes nothing and returns what the slot holds. The address is
-# one number, so Triton asks once for all threads. Then the program merges the pair with those
-# before. The loop also meets the program's own slot, so the sum starts at 0 and not at ``d``. At
-# the end the program rescales its own numerators, which it still has in registers.
+# **Collect.** The program *polls* each slot: it asks again while the slot is empty. An atomic *or*
+# with 0 changes nothing and returns what the slot holds. Then the program merges the pair with
+# those before; the loop also meets its own slot, so the sum starts at 0. At the end the program
+# rescales its own numerators, which it still has in registers.
 
 lab.source(shared_row_kernel, "collect", "write")
 
 # %%
-# **Why not wait for ever?** In practice the parts of a row run at about the same time, but nothing
-# promises that. If programs that wait held every SM, a missing part could never start: a deadlock.
-# So after ``max_polls`` polls the program computes the missing pair itself.
-
-# Folded: What the host does
-lab.source(shared_softmax)
+# **Why not wait for ever?** GPUs usually start programs in order, so the parts of a row run at
+# about the same time, but nothing promises that. If programs that wait held every SM, a missing
+# part could never start: a deadlock. So after ``max_polls`` polls a program computes the missing
+# pair itself.
 
 # %%
 
@@ -905,19 +886,46 @@ y = shared_softmax(x)
 torch.testing.assert_close(y, torch.softmax(x, dim=-1), rtol=1e-5, atol=0)
 off = (y / torch.softmax(x.double(), dim=-1) - 1).abs().max()
 errors = [row["largest relative error"] for row in tried.rows]
+patience = max((row["max_polls"] for row in tried.rows), default=exchange.MAX_POLLS)
 lab.read(
-    f"With four programs per row the largest relative error on {gpu} is {max(errors):.0e}, "
-    "whether programs wait or compute missing pairs at once. "
+    f"With four programs per row no result on {gpu} is off by more than {ten(max(errors))} of "
+    "itself, whether programs wait or not."
     if errors
-    else f"With four programs per row the largest relative error is {off:.0e}. "
+    else f"With four programs per row no result is off by more than {ten(off)} of itself."
 )
 
 # %%
 
-# Folded: The split kernel whole, and its functions
-lab.listing(
+# Drawing
+step(
+    "From one program per row to several",
+    "online",
+    "row",
+    new=("packed", "split"),
+)
+
+# %%
+
+# Reading
+ours, theirs = (
+    {n: share[name, n] for n in COLUMNS if n > SPLIT}
+    for name in ("Kernel Book", "online")
+)
+lab.read(
+    " ".join(
+        f"At {n:,} columns `split` reaches {ours[n]:.0f} %, where `online` has {theirs[n]:.0f}"
+        + (f" and `row` {share['one program', n]:.0f}." if n < long else ".")
+        for n in ours
+    )
+)
+
+# %%
+
+# Folded: The split kernel whole, its host code and two details
+kernel = lab.listing(
     {
-        "The kernel": split_row_fwd_kernel,
+        "The host code of the small kernel": shared_softmax,
+        "The timed kernel": split_row_fwd_kernel,
         "Poll until no slot is empty": exchange.wait,
         "Two float32 as the 64 bits of a slot": exchange.to_slot,
         "Fill a slot": exchange.publish,
@@ -926,61 +934,45 @@ lab.listing(
         "The whole row, if a part did not come": row_statistics,
     }
 )
-
-# %%
-# .. dropdown:: More: why a poll reads at least 32 slots, and why no pair looks like an empty slot
-#
-#    In each poll a program reads at least 32 slots, one for each thread of a :term:`warp`; this
-#    number is ``LOOKS``. If there are fewer parts, a slot is read more than once
-#    (``parts % N_PARTS``), and ``collect`` drops the surplus. If a poll read only 16 slots, threads
-#    0 and 16 of a warp would both read slot 0, each by a load of its own. Thread 0 may read it just
-#    before it is filled and thread 16 just after. Then half of the warp leaves the loop and the
-#    other half goes on, although the ``tl.min`` in the loop needs all 32 threads. The ``tl.min``
-#    over ``THREADS`` comes only after the loop, which is too late for that. With 32 each thread of
-#    a warp reads one slot, and all get the same minimum. ``volatile`` makes each poll a new read of
-#    memory.
-#
-#    The pairs of softmax are never 0, because the largest element of a part adds 1 to its sum. But
-#    a part of nothing but minus infinity has no such element, and other chapters publish other
-#    numbers. So ``to_slot`` stores a pair XOR a constant, the bits of two NaN that no arithmetic
-#    produces, and every pair is stored as something other than zero. The atomic can be ``relaxed``,
-#    which means that it does not order any other memory access, because the reader needs no other
-#    memory of this part. If a pair is late, ``row_statistics`` reads the whole row.
-
-# %%
-
-# Drawing
-step("split", "From one program per row to several", "online", "row", "packed")
-
-# %%
-
-# Reading
-spilled = on_sm.get(("row", 65536), {}).get("spills", 0)
-lone, spilling, several = (speed(name, 65536) for name in ("packed", "row", "split"))
-lab.read(
-    "At 65,536 columns `packed` was timed only in the separate run of the last section, on half as "
-    f"many rows. There `packed`, alone on its SM, reaches {lone:.0f} %, `row`, alone too, "
-    f"{spilling:.0f}, and `split` {several:.0f} (in the figure `row` has "
-    f"{share['one program', 65536]:.0f} and `split` {share['Kernel Book', 65536]:.0f}). "
-    + (
-        f"Each thread of `row` can have 64 registers, as many as its numbers of the row, so "
-        f"{spilled} spill to memory, which may be why it is slower than `packed`."
-        if spilled and lone > spilling
-        else ""
-    )
+why_32 = lab.read(
+    "**Why a poll reads at least 32 slots.** In each poll a program reads at least 32 slots, one "
+    "for each thread of a warp; this number is `LOOKS`. If there are fewer parts, a slot is read "
+    "more than once (`parts % N_PARTS`), and `collect` drops the surplus. If a poll read only 16 "
+    "slots, threads 0 and 16 of a warp would both read slot 0, each by a load of its own. Thread 0 "
+    "may read it just before it is filled and thread 16 just after. Then half of the warp leaves "
+    "the loop and the other half goes on, although the `tl.min` in the loop needs all 32 threads. "
+    "The `tl.min` over `THREADS` comes only after the loop, which is too late for that. With 32 "
+    "each thread of a warp reads one slot, and all get the same minimum. `volatile` makes each "
+    "poll a new read of memory."
 )
+why_not_empty = lab.read(
+    "**Why no pair looks like an empty slot.** The pairs of softmax are never 0, because the "
+    "largest element of a part adds 1 to its sum. But a part of nothing but minus infinity has no "
+    "such element, and other chapters publish other numbers. So `to_slot` stores a pair XOR a "
+    "constant, the bits of two NaN that no arithmetic produces, and every pair is stored as "
+    "something other than zero. The atomic can be `relaxed`, which means that it does not order "
+    "any other memory access, because the reader needs no other memory of this part. If a pair is "
+    "late, `row_statistics` reads the whole row."
+)
+in_numbers = lab.read(
+    f"**In numbers.** A thread of `split` holds {part_cols // part_threads} numbers of the row, as "
+    "one of `row` does; why the compiler needs fewer registers for it we did not find out. A "
+    f"program polls at most {patience:,} times; how often one gives up in the timed runs we did "
+    "not count. In each call the slots are filled with zeros anew, and this time is part of "
+    "what we measure."
+)
+lab.together(in_numbers, kernel, why_32, why_not_empty)
 
 # %%
 # Is it right?
 # ------------
 #
-# We check the five kernels and ``online_2d`` (``online`` with four rows per program) against
-# float64. The tolerance is the larger of twice PyTorch's own error and one unit in the last place
-# (:term:`ulp`). In float32 it is doubled, for two reasons. The timed kernels multiply by
-# :math:`1 / d`, which rounds once more than a division. And they compute :math:`e^x` as
-# ``exp2(x * LOG2E)``, where the product is rounded and the hardware only approximates ``exp2``.
+# We check all kernels against float64. The tolerance is twice PyTorch's own error, or one unit in
+# the last place (:term:`ulp`) if that is larger. In float32 we doubled it, because multiplying by
+# :math:`1 / d` and computing :math:`e^x` as ``exp2(x * LOG2E)`` may round more than PyTorch does.
 
 
+# Measuring
 def kernel_of(n_cols, dtype):
     """The kernel that the public softmax runs forward."""
     if n_cols * dtype.itemsize > tuned.WIDE_BYTES:
@@ -1022,11 +1014,36 @@ def of(direction):
     return [case for case in all_cases if case.direction == direction]
 
 
-lab.check("softmax, forward", of("forward"))
+# %%
+
+# Reading
+found = (results.find("softmax") or {"checks": {}})["checks"]
+rows = {name: found.get(f"softmax, {name}", []) for name in ("forward", "backward")}
+both = [row for of_one in rows.values() for row in of_one]
+
+
+def close(row):
+    """How much of its tolerance an error takes."""
+    return row["error"] / row["tolerance"]
+
+
+beyond = sum(row["dtype"] == "float32" and close(row) > 0.5 for row in both)
+lab.read(
+    f"On {gpu} all {len(rows['forward'])} checks of forward and {len(rows['backward'])} of "
+    "backward pass"
+    + (
+        f"; without the doubling {beyond} of the "
+        f"{sum(row['dtype'] == 'float32' for row in both)} in float32 would fail."
+        if beyond
+        else "."
+    )
+    if both
+    else "The checks of this page were not recorded; the fold has those made here."
+)
 
 # %%
 
-# Folded: Rows that break things, with infinities or one element
+# Measuring
 inf = float("inf")
 special = {
     "all -inf": torch.full((600,), -inf),
@@ -1046,63 +1063,59 @@ for name, x in special.items():
             {"row": name, "algorithm": algorithm, "ends": first, "as PyTorch": same}
         )
         assert same
-lab.table(rows, "Rows that break things: first and last element of the result")
+
+# %%
+
+# Folded: All checks, and rows that break things, with infinities or one element
+forward_check = lab.check("softmax, forward", of("forward"))
+backward_check = lab.check("softmax, backward", of("backward"))
+odd_rows = lab.table(
+    rows, "Rows that break things: first and last element of the result"
+)
+of_errors = lab.read(
+    "An error is the largest in a stretch of up to 64 rows and 1,024 columns, relative to the "
+    "largest result there; in the section before it was relative to each result, however small."
+)
+lab.together(of_errors, forward_check, backward_check, odd_rows)
 
 # %%
 # How fast is it?
 # ---------------
-#
-# The public ``softmax`` picks a kernel by the length of the row. ``packed`` needs 16 bits, because
-# a float32 fills its register alone.
-
-lab.table(
-    [
-        {
-            "kernel": kernel,
-            "columns, 16 bits": narrow_rows,
-            "columns, float32": wide_rows,
-        }
-        for kernel, narrow_rows, wide_rows in (
-            ("row", f"up to {PACKED:,}", f"up to {SPLIT // 2:,}"),
-            ("packed", f"up to {SPLIT:,}", "never"),
-            ("split", "longer", "longer"),
-        )
-    ],
-    "Which kernel softmax runs",
-)
-
-# %%
 
 
 # Reading
-loses = share["online", 8192] - share["one program", 8192]
-tested = (results.find("softmax") or {"sweeps": {}})["sweeps"].get("reads", {})
-
-
-def took(provider):
-    """The recorded ms on 32,768 rows of 8,192 columns."""
-    times = tested.get("milliseconds", {}).get(provider) or [None]
-    return times[0][1] if times[0] else nan
-
-
-hint = took("one read, evict_first") / took("one read, 64 per thread")
-neither = hint > 0.99 and all(
-    abs(took(f"{kind}, 32 per thread") / took(f"{kind}, 64 per thread") - 1) < 0.01
-    for kind in ("one read", "two reads")
-)
-lab.read(
-    f"This choice loses {loses:.0f} points at 8,192 columns, where on {gpu} `online` is faster "
-    "than `row`."
-    + (
-        " We tested two explanations, how many numbers a thread holds and a cache hint of `online`"
-        + (
-            ". Neither accounts for it (see the fold at the end of “Backward”)."
-            if neither
-            else ": see the fold at the end of “Backward”."
-        )
+lag = {n: share["online", n] - share["Kernel Book", n] for n in (4096, 8192, 16384)}
+there = [
+    (
+        sweep.provenance["gpu"],
+        [
+            100
+            * (sweep.share("online", columns=n) - sweep.share("Kernel Book", columns=n))
+            for n in lag
+        ],
     )
-    if loses > 1
-    else "At 8,192 columns `online` is not faster than `row` by more than 1 %."
+    for sweep in ladder.elsewhere
+]
+at = "4,096, 8,192 and 16,384 columns"
+lab.read(
+    f"The public `softmax` runs `row` up to {PACKED:,} columns of 16 bits or {SPLIT // 2:,} of "
+    f"float32, `packed` up to {SPLIT:,} (a float32 fills its register alone), and `split` beyond. "
+    "`online` is not among them, because a program with its row on chip can find the maximum "
+    "first. What survives of the trick is the merge of pairs: in `split`, and in attention, whose "
+    "scores never fit on a chip. "
+    + (
+        f"The choice costs something: on {gpu} `online` is "
+        + ", ".join(f"{points:.0f}" for points in list(lag.values())[:-1])
+        + f" and {lag[16384]:.0f} points ahead at {at}. We keep the choice, because "
+        + "".join(
+            f"on {name} it is at most {max(points):.0f} ahead and {-points[-1]:.0f} behind, and "
+            for name, points in there
+            if max(points) < 1.5 and points[-1] < -1.5
+        )
+        + "in float32 we did not measure it."
+    )
+    if min(lag.values()) > 0.5
+    else f"At {at} `online` is not ahead of this choice at every length."
 )
 
 # %%
@@ -1123,13 +1136,9 @@ facts = lab.facts(
 )
 
 # %%
-
-# Folded: What the compiler made of the kernels
-facts
-
-# %%
-# We compare ``softmax`` with PyTorch, ``torch.compile``, Liger (LinkedIn's library of Triton
-# kernels) and quack, which an author of FlashAttention has written in NVIDIA's CuTe DSL.
+# We compare ``softmax`` with ``torch.softmax``, ``torch.compile``, Liger (LinkedIn's Triton
+# kernels, which refuse rows of more than 65,536 columns) and quack, written in NVIDIA's CuTe DSL by
+# an author of FlashAttention. A faint band holds the middle 60 % of the timings.
 
 # %%
 
@@ -1182,202 +1191,54 @@ ours, in_float32 = (
     for dtype in in_dtypes
 )
 lost = {"forward": forward.losses(*in_dtypes)}
-widest, its = forward.best_peer(**in_dtypes[0], columns=long)
-
-
-def ahead(rows):
-    """By how many points a library is ahead at most."""
-    return max((row["its %"] - row["our %"] for row in rows), default=0)
-
-
-def leads(rows):
-    """At how many points a library is ahead, in words."""
-    of_all = (
-        f"{len(rows) or 'none'} of the {2 * len(COLUMNS)} pairs of length and dtype"
-    )
-    return f"a library leads by more than 1 % at {of_all}"
-
-
+eager = {n: 100 * forward.share("PyTorch", **in_dtypes[0], columns=n) for n in COLUMNS}
 within = [
     *(share_of for n, share_of in ours.items() if n <= SPLIT),
     *in_float32.values(),
 ]
-behind = round(100 * its) - round(ours[long])
+
+
+def gap_of(row):
+    """By how many points a library is ahead."""
+    return row["its %"] - row["our %"]
+
+
+def told_losses(rows):
+    """Where a library is ahead, in words, the largest gap first."""
+    by_dtype = {}
+    for row in sorted(rows, key=gap_of, reverse=True):
+        by_dtype.setdefault(row["dtype"], []).append(
+            f"{row['library']} by {gap_of(row)} at {row['columns']:,} columns"
+        )
+    return " and ".join(
+        f"in {dtype} {', '.join(words)}" for dtype, words in by_dtype.items()
+    )
+
+
+apart = max(abs(ours[n] - share["Kernel Book", n]) for n in COLUMNS)
 lab.read(
-    f"Up to {SPLIT:,} columns in bfloat16, and at all lengths in float32 (drawn in a fold below), "
-    f"our kernels run at {min(within):.0f} to {max(within):.0f} % of a copy's speed. "
+    f"Up to {SPLIT:,} columns in bfloat16, and at all lengths in float32, our kernels run at "
+    f"{min(within):.0f} to {max(within):.0f} % of a copy's speed, where `torch.softmax` has "
+    f"{min(eager.values()):.0f} to {max(eager.values()):.0f} in bfloat16. "
     + (
-        ("The largest loss is" if behind >= ahead(lost["forward"]) else "One loss is")
-        + f" at {long:,} columns of bfloat16, where {widest} is {behind} points ahead of `split`. "
-        if 100 * its > 1.01 * ours[long]
-        else ""
+        f"At {len(lost['forward'])} of the {2 * len(COLUMNS)} pairs of length and dtype a library "
+        f"is ahead by more than 1 %, in points: {told_losses(lost['forward'])}. "
+        if lost["forward"]
+        else "No library is ahead by more than 1 %. "
     )
-    + (
-        "The programs of quack exchange through the shared memory of neighbouring SMs (a cluster), "
-        "ours through GPU memory, which may be the reason. "
-        if widest == "quack" and 100 * its > 1.01 * ours[long]
-        else ""
-    )
-    + f"Altogether {leads(lost['forward'])}."
+    + f"The runs behind our figures differ by up to {apart:.1f} points, so smaller differences "
+    "mean nothing."
 )
 
 # %%
 
-# Folded: More: where the lines of PyTorch and torch.compile fall
-eager = {n: 100 * forward.share("PyTorch", **in_dtypes[0], columns=n) for n in COLUMNS}
-lowest = min(eager, key=eager.get)
-compiled = [
-    100 * forward.share("torch.compile", dtype="bfloat16", columns=n) for n in COLUMNS
-]
-drop = min(range(1, len(COLUMNS)), key=lambda at: compiled[at] - compiled[at - 1])
-
-
-def twice_the_bytes(provider, columns):
-    """How many times as long float32 takes, which has twice the bytes."""
-    wide, half = (
-        forward.milliseconds_at(provider, dtype=dtype, columns=columns)
-        for dtype in ("float32", "bfloat16")
-    )
-    return wide / half
-
-
-slower = max(
-    twice_the_bytes("PyTorch", lowest), twice_the_bytes("torch.compile", COLUMNS[drop])
-)
-lab.read(
-    f"PyTorch drops to {eager[lowest]:.0f} % at {lowest:,} columns, and "
-    f"`torch.compile` from {compiled[drop - 1]:.0f} to {compiled[drop]:.0f} between "
-    f"{COLUMNS[drop - 1]:,} and {COLUMNS[drop]:,}. "
-    + (
-        "Memory does not limit them there: float32, which has twice as many bytes, takes at most "
-        f"{100 * (slower - 1):.0f} % longer."
-        if slower < 1.4
-        else f"There float32, which has twice as many bytes, takes up to {slower:.1f} times as "
-        "long."
-    )
-    + " PyTorch's source shows what changes there: one kernel keeps up to nine numbers of a row in "
-    "the registers of each of 1,024 threads, and so ends at 9,216 columns, where another one, "
-    "through shared memory, takes over. `torch.compile` generates a kernel that, beyond 1,024 "
-    "columns, corrects the sum for every number and not for every block, which makes three "
-    "exponentials per number where `row` computes one."
-)
-
 # %%
-# Backward
-# --------
-#
-# The gradient needs no exponentials. Let :math:`y` be the output and :math:`dy` the gradient that
-# arrives. Differentiating :math:`y_j = e^{x_j - m} / d` gives
-# :math:`\partial y_j / \partial x_i = y_j (\delta_{ij} - y_i)`, where :math:`\delta_{ij}` is 1 if
-# :math:`i = j` and 0 otherwise. The chain rule sums :math:`dy_j\, y_j (\delta_{ij} - y_i)` over
-# :math:`j`:
-#
-# .. math::
-#
-#    dx_i = y_i \Big( dy_i - \sum_j y_j\, dy_j \Big)
-#
-# So a program reads :math:`y` and :math:`dy`, computes one :term:`reduction`, and writes
-# :math:`dx`: two reads and one write.
-
-lab.source(row_bwd_kernel, "gradient")
-
-# %%
-# Wide rows are split as in the forward pass; here programs publish their share of the sum.
-
-# Folded: Both backward kernels whole
-lab.listing(
-    {
-        "A program takes whole rows": row_bwd_kernel,
-        "Programs share a row; row_product reads the whole row if a part is late": (
-            split_row_bwd_kernel
-        ),
-    }
-)
-
-# %%
-# The gradient moves three arrays and a copy two, so 100 % now means a copy's bytes per second. It
-# can exceed that, because memory is read faster than it is
-# copied (:doc:`/chapters/measuring`, “The roofline”).
-
-# %%
-
 
 # Measuring
-def backward_providers(columns, rows, dtype):
-    x = torch.randn(
-        rows, columns, device=runtime.DEVICE, dtype=dtype, requires_grad=True
-    )
-    dy = torch.randn_like(x)
-    dx = torch.empty_like(x)
-
-    def backward_of(run):
-        if isinstance(run, lab.Absent):
-            return run
-        y = run()
-        return lambda: torch.autograd.grad(y, x, dy, retain_graph=True)
-
-    compiled = torch.compile(lambda x: torch.softmax(x, -1))
-    return {
-        "copy": lambda: dx.copy_(dy),
-        "PyTorch": backward_of(lambda: torch.softmax(x, -1)),
-        "torch.compile": backward_of(lambda: compiled(x)),
-        "Liger": backward_of(liger(x)),
-        "quack": backward_of(quack(x)),
-        "Kernel Book": backward_of(lambda: softmax(x)),
-    }
-
-
-backward = lab.bench(
-    "backward",
-    [point for dtype in (torch.bfloat16, torch.float32) for point in points(dtype)],
-    backward_providers,
-    limit="copy",
-    work="3 * rows * columns * itemsize",
-    limit_work="2 * rows * columns * itemsize",
+x = torch.ones(64, 1024, device=runtime.DEVICE, dtype=torch.bfloat16)
+host = lab.host_times(
+    {"Kernel Book": softmax, "PyTorch": lambda x: torch.softmax(x, dim=-1)}, x
 )
-lab.plot(backward, "Backward, bfloat16", share=True, where={"dtype": "bfloat16"})
-
-# %%
-
-# Reading
-back = [
-    100 * backward.share("Kernel Book", dtype="bfloat16", columns=n) for n in COLUMNS
-]
-lost["backward"] = backward.losses(*in_dtypes)
-short_rows = back[:-1]
-lab.read(
-    f"In bfloat16 backward runs at {min(short_rows):.0f} to {max(short_rows):.0f} % up to "
-    f"{COLUMNS[-2]:,} columns, and at {back[-1]:.0f} % at {long:,}. Altogether "
-    + leads(lost["backward"])
-    + f", by {ahead(lost['backward'])} points at most." * bool(lost["backward"])
-    + "." * (not lost["backward"])
-)
-
-# %%
-
-# Folded: The check of the backward pass, with the tolerance of the forward pass
-lab.check("softmax, backward", of("backward"))
-
-# %%
-
-# Folded: Every point at which a library is ahead, and float32
-lab.plot(forward, "Forward, float32", share=True, where={"dtype": "float32"})
-lab.plot(backward, "Backward, float32", share=True, where={"dtype": "float32"})
-for crossing in ("online", "three_pass", "simple_softmax"):
-    lab.colour(crossing)  # in this order lines that cross differ most
-lab.plot(
-    ladder,
-    "All kernels of this page, forward, bfloat16",
-    share=True,
-    names={"one program": "row"},
-)
-rows = [{"pass": name} | row for name, found in lost.items() for row in found]
-lab.table(
-    rows or [{"pass": "none"}],
-    "Where a library is ahead of ours by more than 1 %, in % of a copy",
-)
-
-# %%
 
 # %%
 
@@ -1459,11 +1320,10 @@ gradients = lab.bench(
     limit_work="2 * rows * columns * itemsize",
 )
 
-
 # %%
 
 
-# Reading
+# Measuring
 def times_of(sweep, provider):
     """The µs of both heights, or nothing where it was not timed."""
     if sweep.at(provider=provider).empty:
@@ -1492,14 +1352,17 @@ def other_numbers(kind):
     return abs(100 * (few[0] / many[0] - 1))
 
 
+# %%
+
+# Folded: More: the lead of online, where PyTorch's lines fall, and what a call costs
 online_leads = lead(reads, "two reads, 32 per thread", "one read, 64 per thread")
 few = max(other_numbers("one read"), other_numbers("two reads"))
 hinted = times_of(reads, "one read, evict_first")
 text = ""
 if online_leads:
     text += (
-        f"`online` leads `row` by {online_leads}. The numbers that a thread holds are not the "
-        f"reason: 32 or 64 change a time by at most {few:.1f} %. "
+        f"**The lead of `online`.** `online` leads `row` by {online_leads}. The numbers that a "
+        f"thread holds are not the reason: 32 or 64 change a time by at most {few:.1f} %. "
     )
 if online_leads and hinted:
     row_takes, online_takes = (
@@ -1515,57 +1378,190 @@ if online_leads and hinted:
             if closed > 0.8
             else f"closes {100 * closed:.0f} % of the gap. "
             if closed > 0.2
-            else "does not close the gap either. "
+            else "does not close the gap either, so the lead stays unexplained. "
         )
     )
-if compiled_leads := lead(gradients, "torch.compile", "Kernel Book"):
-    text += f"`torch.compile` leads our backward kernel by {compiled_leads}."
+of_online = lab.read(text or "The lead of `online` was not found again.")
+lowest = min(eager, key=eager.get)
+compiled = [
+    100 * forward.share("torch.compile", dtype="bfloat16", columns=n) for n in COLUMNS
+]
+drop = min(range(1, len(COLUMNS)), key=lambda at: compiled[at] - compiled[at - 1])
+
+
+def twice_the_bytes(provider, columns):
+    """How many times as long float32 takes, which has twice the bytes."""
+    wide, half = (
+        forward.milliseconds_at(provider, dtype=dtype, columns=columns)
+        for dtype in ("float32", "bfloat16")
+    )
+    return wide / half
+
+
+slower = max(
+    twice_the_bytes("PyTorch", lowest), twice_the_bytes("torch.compile", COLUMNS[drop])
+)
+of_others = lab.read(
+    "**PyTorch's lines.** "
+    f"PyTorch drops to {eager[lowest]:.0f} % at {lowest:,} columns, and "
+    f"`torch.compile` from {compiled[drop - 1]:.0f} to {compiled[drop]:.0f} between "
+    f"{COLUMNS[drop - 1]:,} and {COLUMNS[drop]:,}. "
+    + (
+        "Memory does not limit them there: float32, which has twice as many bytes, takes at most "
+        f"{100 * (slower - 1):.0f} % longer."
+        if slower < 1.4
+        else f"There float32, which has twice as many bytes, takes up to {slower:.1f} times as "
+        "long."
+    )
+    + " PyTorch's source shows what changes there: one kernel keeps up to nine numbers of a row in "
+    "the registers of each of 1,024 threads, and so ends at 9,216 columns, where another one, "
+    "through shared memory, takes over. `torch.compile` generates a kernel that, beyond 1,024 "
+    "columns, corrects the sum for every number and not for every block, which makes three "
+    "exponentials per number where `row` computes one."
+)
+calls = {row["pass"]: row for row in host.rows}
+ours_costs, theirs_costs = (
+    calls.get("forward", {}).get(f"{whose} (µs)", nan)
+    for whose in ("Kernel Book", "PyTorch")
+)
+of_host = lab.read(
+    "**The host.** "
+    + (
+        "On small inputs the host sets the time, and PyTorch is ahead: a forward call costs it "
+        f"{theirs_costs:.0f} µs, and us {ours_costs:.0f}."
+        if ours_costs > theirs_costs
+        else "On small inputs, where the host sets the time, PyTorch is not ahead."
+    )
+)
+of_quack = lab.read(
+    "**The lead of quack.** Its programs exchange through the shared memory of neighbouring SMs (a "
+    "cluster), ours through GPU memory. This may be the reason for its lead where `split` runs, "
+    "but we did not test it."
+    if any(
+        row["library"] == "quack" and row["columns"] > SPLIT for row in lost["forward"]
+    )
+    else "Where `split` runs, quack is not ahead."
+)
+lab.together(of_online, of_quack, of_others, of_host, host, facts)
+
+# %%
+# Backward
+# --------
+#
+# The gradient needs no exponentials. Let :math:`y` be the output and :math:`dy` the gradient that
+# arrives. Differentiating :math:`y_j = e^{x_j-m}/d` gives :math:`y_j (\delta_{ij}-y_i)` with
+# respect to :math:`x_i`, where :math:`\delta_{ij}` is 1 if :math:`i=j` and 0 otherwise. The chain
+# rule sums that, times :math:`dy_j`, over :math:`j`:
+#
+# .. math::
+#
+#    dx_i = y_i \Big( dy_i - \sum_j y_j\, dy_j \Big)
+#
+# So a program reads :math:`y` and :math:`dy`, computes one :term:`reduction`, and writes
+# :math:`dx`. It takes several short rows at once, hence ``axis=1``. A wide row is split, and each
+# of its programs publishes its part of the sum.
+
+lab.source(row_bwd_kernel, "gradient")
 
 # %%
 
-# Folded: More: two leads at 8,192 columns, online over row and torch.compile over our backward
-lab.read(text or "Neither of the two leads was found again.")
-
-# %%
 
 # Measuring
-x = torch.ones(64, 1024, device=runtime.DEVICE, dtype=torch.bfloat16)
-host = lab.host_times(
-    {"Kernel Book": softmax, "PyTorch": lambda x: torch.softmax(x, dim=-1)}, x
+def backward_providers(columns, rows, dtype):
+    x = torch.randn(
+        rows, columns, device=runtime.DEVICE, dtype=dtype, requires_grad=True
+    )
+    dy = torch.randn_like(x)
+    dx = torch.empty_like(x)
+
+    def backward_of(run):
+        if isinstance(run, lab.Absent):
+            return run
+        y = run()
+        return lambda: torch.autograd.grad(y, x, dy, retain_graph=True)
+
+    compiled = torch.compile(lambda x: torch.softmax(x, -1))
+    return {
+        "copy": lambda: dx.copy_(dy),
+        "PyTorch": backward_of(lambda: torch.softmax(x, -1)),
+        "torch.compile": backward_of(lambda: compiled(x)),
+        "Liger": backward_of(liger(x)),
+        "quack": backward_of(quack(x)),
+        "Kernel Book": backward_of(lambda: softmax(x)),
+    }
+
+
+backward = lab.bench(
+    "backward",
+    [point for dtype in (torch.bfloat16, torch.float32) for point in points(dtype)],
+    backward_providers,
+    limit="copy",
+    work="3 * rows * columns * itemsize",
+    limit_work="2 * rows * columns * itemsize",
 )
 
 # %%
 
 # Reading
-nan = float("nan")
-calls = {row["pass"]: row for row in host.rows}
-ours, theirs = (
-    [
-        calls.get(name, {}).get(f"{whose} (µs)", nan)
-        for name in ("forward", "forward and backward")
-    ]
-    for whose in ("Kernel Book", "PyTorch")
-)
+back = [
+    100 * backward.share("Kernel Book", dtype="bfloat16", columns=n) for n in COLUMNS
+]
+lost["backward"] = backward.losses(*in_dtypes)
+short_rows = back[:-1]
 lab.read(
-    "On small inputs, where the host sets the time, PyTorch is ahead: our forward call costs the "
-    f"host {ours[0]:.0f} µs, and PyTorch's {theirs[0]:.0f}."
-    if ours[0] > theirs[0]
-    else "On small inputs, where the host sets the time, PyTorch is not ahead."
+    f"In bfloat16 backward moves its bytes at {min(short_rows):.0f} to {max(short_rows):.0f} % of "
+    f"a copy's speed up to {COLUMNS[-2]:,} columns, and at {back[-1]:.0f} % at {long:,}. "
+    + (
+        f"At {len(lost['backward'])} of the {2 * len(COLUMNS)} pairs of length and dtype a library "
+        f"is ahead by more than 1 %, by {max(map(gap_of, lost['backward']))} points at most."
+        if lost["backward"]
+        else "No library is ahead by more than 1 %."
+    )
 )
 
 # %%
 
-# Folded: What a call costs the host, on 64 rows of 1,024 columns
-host
+# Folded: The speed of backward, all losses, float32, and both backward kernels whole
+kernels = lab.listing(
+    {
+        "A program takes whole rows": row_bwd_kernel,
+        "Programs share a row; row_product reads the whole row if a part is late": (
+            split_row_bwd_kernel
+        ),
+    }
+)
+lab.plot(backward, "Backward, bfloat16", share=True, where={"dtype": "bfloat16"})
+lab.plot(forward, "Forward, float32", share=True, where={"dtype": "float32"})
+lab.plot(backward, "Backward, float32", share=True, where={"dtype": "float32"})
+for crossing in ("online", "three_pass", "simple_softmax"):
+    lab.colour(crossing)  # in this order lines that cross differ most
+lab.plot(
+    ladder,
+    "All kernels of this page, forward, bfloat16",
+    share=True,
+    names={"one program": "row"},
+)
+compiled_leads = lead(gradients, "torch.compile", "Kernel Book")
+again = lab.read(
+    "Here 100 % is a copy's bytes per second; more is possible, because memory is read faster than "
+    "it is copied (“Measuring a kernel”). "
+    f"`torch.compile` leads our backward kernel by {compiled_leads}; why we have not found out."
+    if compiled_leads
+    else "At 8,192 columns `torch.compile` does not lead our backward kernel."
+)
+rows = [{"direction": name} | row for name, found in lost.items() for row in found]
+losses = lab.table(
+    rows or [{"direction": "none"}],
+    "Where a library is ahead of ours by more than 1 %, in % of a copy",
+)
+lab.together(losses, again, kernels)
 
 # %%
 # What breaks it
 # --------------
-#
-# **Zeros past the end of the row.** Padding with zeros gives every row extra elements of weight
-# :math:`e^{0 - m}`.
 
 
+# Measuring
 @triton.jit
 def padded_kernel(x_ptr, y_ptr, n_cols, BLOCK_COLS: tl.constexpr, OTHER: tl.constexpr):
     cols = tl.arange(0, BLOCK_COLS)
@@ -1585,14 +1581,14 @@ for other in (float("-inf"), 0.0):
     padded_kernel[(1,)](x, y, 100, 128, other)
     rows.append(f"{y.sum():.4f}")
 lab.read(
-    f"Of 100 elements near -5 in a block of 128, the results sum to {rows[0]} with minus infinity "
-    f"past the end and to {rows[1]} with zeros."
+    "**Zeros past the end of the row.** If `other` is 0, the padding has the value 0, and not the "
+    f"weight 0. The results of 100 elements near -5 in a block of 128 then sum to {rows[1]}; with "
+    f"minus infinity they sum to {rows[0]}."
 )
 
 # %%
-# **The old sum is not rescaled.** Without ``alpha`` the recurrence adds terms of different scales.
-# We sort a row, because with its maximum in the first block the mistake would not show.
 
+# Reading
 pieces = 10 * torch.randn(512, dtype=torch.float64).sort().values.view(8, 64)
 m, right, wrong = torch.tensor(-inf), torch.tensor(0.0), torch.tensor(0.0)
 for piece in pieces:
@@ -1601,25 +1597,45 @@ for piece in pieces:
     right = right * (m - m_new).exp() + term
     wrong = wrong + term
     m = m_new
+truth = (pieces - pieces.max()).exp().sum()
+assert wrong > 2 * truth
+lab.read(
+    "**The old sum is not rescaled.** For a sorted row in eight blocks we get a sum of "
+    f"{right:.2f} with `alpha`, as it should be, and {wrong:.2f} without. With its maximum in the "
+    "first block the mistake would not show."
+)
 
 # %%
 
 # Reading
-truth = (pieces - pieces.max()).exp().sum()
-assert wrong > 2 * truth
+x = special["-inf, then numbers"].to(runtime.DEVICE)
+y = torch.empty_like(x)
+with warnings.catch_warnings():
+    warnings.simplefilter(
+        "ignore"
+    )  # the interpreter warns of the NaN that we are after
+    online_kernel[(1,)](x, y, 600, BLOCK_COLS=256)
+unguarded = y.isnan().sum().item()
+guarded = softmax(x, algorithm="online")
+assert unguarded
+assert not guarded.isnan().any()
 lab.read(
-    f"The true sum is {truth:.2f}. With rescaling we get {right:.2f}, without it {wrong:.2f}."
+    "**A first block of nothing but minus infinity.** The difference of two infinities is NaN, and "
+    "so is every later sum. If the first 512 of 600 elements are minus infinity, `online_kernel` "
+    f"returns {unguarded} NaN, and `shared_row_kernel` does so for such a part. The timed kernels "
+    f"put 0 in the place of such a maximum: the other elements become {guarded[-1]:.4f} each."
 )
 
 # %%
 # The bridge to attention
 # -----------------------
 #
-# Attention is :math:`\mathrm{softmax}(q k^\top)\, v`: a sum of the rows of :math:`v`, weighted by
-# the softmax of scores that are far too many for a chip. So a program walks over the keys in
-# blocks. For each query it carries the pair and the weighted sum so far, ``acc``, which the same
-# ``alpha`` rescales: ``acc = acc * alpha + p @ v``, where ``p`` are the exponentials of a block.
-# :doc:`/chapters/attention_forward` builds FlashAttention from that.
+# Attention is :math:`\mathrm{softmax}(qk^\top)v`: a sum of the rows of :math:`v`, weighted by the
+# softmax of scores that are far too many for a chip. So a program walks over the keys in blocks and
+# carries, for each query, the pair and the weighted sum so far, which ``alpha`` rescales as well:
+# ``acc = acc * alpha + p @ v``, with the exponentials ``p`` of a block. After the last block
+# ``acc / d`` is the result. So attention needs little memory (Rabe and Staats, 2021) and is fast
+# (Dao et al., 2022), as :doc:`/chapters/attention_forward` shows.
 #
 # **Try it:** write the kernel for one block of queries. ``tl.dot(a, b, input_precision="ieee")`` is
 # a matmul of two blocks in full float32.
@@ -1680,19 +1696,17 @@ lab.check(
 # In short
 # --------
 #
-# A maximum and a sum, which one factor repairs, are all that a block needs to know of the blocks
-# before it. Because such pairs merge in any order, even programs can share a row.
-#
-# To be read once, a row must stay on the chip: in the registers
-# of one program (``row``), packed so that a second program fits (``packed``), or spread over
-# several programs (``split``).
+# Must a kernel read every row three times? No: one read is enough if the row stays on chip, in one
+# program (``row``), packed so that a second one fits (``packed``), or spread over several
+# (``split``). Otherwise two are enough (``online``), because of earlier blocks only a maximum and a
+# sum are needed. Such pairs merge in any order, so even programs can share a row.
 
 # %%
 # Exercises
 # ---------
 #
 # **1. Log-softmax.** The logarithm of softmax is :math:`x - m - \log d`. Why is that better than
-# taking the logarithm of the result? Write the kernel for rows that fit on chip.
+# the logarithm of the result? Write the kernel for rows that fit on chip.
 
 # %%
 

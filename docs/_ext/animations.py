@@ -115,6 +115,15 @@ def line(x1, y1, x2, y2, stroke=LINE, width=1):
     )
 
 
+def hatched(x, y, width, height, apart=5):
+    """Slanted lines that fill a rectangle."""
+    strokes = []
+    for start in range(apart, math.ceil(width + height), apart):  # where x + y is the same
+        right, left = min(start, width), max(0, start - height)
+        strokes.append(f"M{x + right:g} {y + start - right:g}L{x + left:g} {y + start - left:g}")
+    return f'<path d="{"".join(strokes)}" stroke="{MUTED}" stroke-width="1"/>'
+
+
 def number(value, digits=2):
     """A number as people write it: 3, 0.37, −2, −∞."""
     if math.isinf(value):
@@ -337,7 +346,10 @@ REGISTERS, EACH = 65536, 64
 
 
 def programs_of_an_sm():
-    """Yield (name, columns, programs of a row, registers for numbers, registers) of a program."""
+    """Yield (name, columns, programs of a row, registers for numbers, registers, those occupied).
+
+    The last three are of one program. A thread occupies registers by the eight.
+    """
     from kernelbook.lab import results
     from kernelbook.ops.softmax import tuned
 
@@ -345,12 +357,13 @@ def programs_of_an_sm():
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
     compiled = {(row["kernel"], row["columns"]): row["registers per thread"] for row in rows}
     parts, columns, _ = tuned.split(65536, 2, "forward")
-    widened = compiled["row", 32768] * 32768 // EACH
-    packed = compiled["packed", 32768] * 32768 // EACH
-    split = compiled["split", 65536] * columns // EACH
-    yield "row", 32768, 1, 32768, widened
-    yield "packed", 32768, 1, 32768 // 2, packed
-    yield "split", 65536, parts, columns, split
+    for name, length, pieces, width, numbers in (
+        ("row", 32768, 1, 32768, 32768),
+        ("packed", 32768, 1, 32768, 32768 // 2),
+        ("split", 65536, parts, columns, columns),
+    ):
+        threads, each = width // EACH, compiled[name, length]
+        yield name, length, pieces, numbers, threads * each, threads * 8 * math.ceil(each / 8)
 
 
 def registers_of_an_sm():
@@ -360,26 +373,31 @@ def registers_of_an_sm():
         f"A bar is the {REGISTERS:,} registers of an SM. Programs come until no other fits."
     )
     add, unit, second = drawing.add, 392 / REGISTERS, 0.6
-    for place, (name, columns, parts, numbers, registers) in enumerate(programs_of_an_sm()):
-        y, fit = 8 + 96 * place, REGISTERS // registers
+    for place, of_one in enumerate(programs_of_an_sm()):
+        name, columns, parts, numbers, registers, occupied = of_one
+        y, fit = 8 + 96 * place, REGISTERS // occupied
         row = f"a row of {columns:,} columns" + f" in {parts} parts" * (parts > 1)
         words = "1 program fits" if fit == 1 else f"{fit} programs fit"
         add(text(4, y + 14, name, anchor="start", bold=True))
         add(text(396, y + 14, row, MUTED, "end", size=13))
         add(rect(4, y + 22, 392, 30, stroke=MUTED))
         for program in range(fit):
-            x = 4 + unit * registers * program
-            there = rect(x, y + 22, unit * registers, 30, PALE, MUTED)
+            x = 4 + unit * occupied * program
+            there = rect(x, y + 22, unit * occupied, 30, PALE, MUTED)
+            if occupied > registers:
+                there += hatched(x + unit * registers, y + 22, unit * (occupied - registers), 30)
             there += rect(x, y + 22, unit * numbers, 30, KEPT_PALE, KEPT)
             add(there, shown(second))
             second += 0.9 if fit < 4 else 0.3
         outcome = "no other can load meanwhile" if fit == 1 else "others can load meanwhile"
-        add(text(4, y + 70, f"{words}: {outcome}", anchor="start", size=13), shown(second))
+        add(text(4, y + 70, f"{words}: {outcome}", anchor="start", size=13))
         drawing.tell(f"{name.capitalize()}, {row}: {words}, {outcome}.")
         second += 1.4
-    add(rect(4, 300, 18, 14, KEPT_PALE, KEPT) + rect(182, 300, 18, 14, PALE, MUTED))
+    add(rect(4, 300, 18, 14, KEPT_PALE, KEPT) + rect(162, 300, 18, 14, PALE, MUTED))
+    add(rect(284, 300, 18, 14, PALE, MUTED) + hatched(284, 300, 18, 14))
     add(text(28, 312, "numbers of the row", MUTED, "start", size=13))
-    add(text(206, 312, "other values", MUTED, "start", size=13))
+    add(text(186, 312, "other values", MUTED, "start", size=13))
+    add(text(308, 312, "rounding up", MUTED, "start", size=13))
     return drawing
 
 
