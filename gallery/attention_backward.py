@@ -17,7 +17,7 @@ You will learn
 :doc:`/chapters/attention_fast` explains descriptors.
 """
 
-# sphinx_gallery_thumbnail_number = 4
+# sphinx_gallery_thumbnail_number = 5
 import math
 import statistics
 from functools import partial
@@ -25,7 +25,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Polygon, Rectangle
 
 from kernelbook import lab, reference, runtime
 from kernelbook.lab.attention_bench import (
@@ -39,6 +39,7 @@ from kernelbook.lab.attention_bench import (
     points,
     timed,
 )
+from kernelbook.lab.chapter import checked
 from kernelbook.lab.results import find
 from kernelbook.ops.attention import attention, tiled, tuned
 from kernelbook.ops.attention import backward as kernels
@@ -52,11 +53,12 @@ lab.start("attention_backward", "kernelbook.ops.attention")
 # ----------------------
 #
 # Autograd keeps the whole matrix of weights for the backward pass, because the gradient of softmax
-# depends on every weight. Attention of one head is three lines of PyTorch:
+# depends on every weight. With the scale :math:`\sigma = 1/\sqrt{d}`, where :math:`d` is the
+# head_dim, attention of one head is three lines of PyTorch, here called *the formula*:
 #
 # .. code-block:: python
 #
-#    s = q @ k.mT * q.shape[-1] ** -0.5  # scores: a row for each query, a column for each key
+#    s = scale * q @ k.mT  # scores: a row for each query, a column for each key
 #    p = torch.softmax(s, dim=-1)  # weights
 #    out = p @ v
 
@@ -134,9 +136,8 @@ def memory_experiment():
 
 # %%
 
-# Folded: Memory of standard attention, and of the two versions that this chapter builds
+# Measuring
 memory = lab.measure("Memory, 16 heads of head_dim 128, bfloat16", memory_experiment)
-memory
 
 # %%
 
@@ -145,120 +146,96 @@ nan = float("nan")
 found = {(row["length"], row["version"]): row for row in memory.rows}
 
 
-def kept(length, version):
-    return found.get((length, version), {}).get("kept, MiB", nan)
+def needs(version, what):
+    """MiB that a version keeps, or that its backward pass allocates, at 16,384 tokens."""
+    return found.get((16384, version), {}).get(what, nan)
 
 
-def peak(length, version):
-    return found.get((length, version), {}).get("peak in backward, MiB", nan)
-
-
+KEEPS, ALLOCATES = "kept, MiB", "peak in backward, MiB"
+in_all = {name: needs(name, KEEPS) + needs(name, ALLOCATES) for name in VERSIONS}
 lab.read(
-    f"At 16,384 tokens and 16 heads of head_dim 128, standard attention keeps "
-    f"{kept(16384, 'standard attention') / 1024:.0f} GiB for the backward pass, which then "
-    f"allocates {peak(16384, 'standard attention') / 1024:.0f} GiB more. The faster of this "
-    f"chapter's two versions, **two sweeps**, needs "
-    f"{kept(16384, 'two sweeps') + peak(16384, 'two sweeps'):.0f} MiB. The inputs and their "
-    f"three gradients, which every version needs, are not counted:"
+    f"At 16,384 tokens and 16 heads of head_dim 128, the formula keeps "
+    f"{needs('standard attention', KEEPS) / 1024:.0f} GiB for the backward pass, which then "
+    f"allocates {needs('standard attention', ALLOCATES) / 1024:.0f} GiB more. Our faster version, "
+    f"**two sweeps**, needs {in_all['two sweeps']:.0f} MiB, and **one sweep** "
+    f"{in_all['one sweep']:.0f} MiB, because it adds one gradient up in float32. Inputs and "
+    f"gradients, which every version needs, are not counted:"
 )
 
 # %%
 
 
 # Drawing
-def amounts(rows):
-    """GiB that two versions keep, and that their backward pass allocates, at 16,384 tokens."""
+OWN = ("never", "masked", "seen")  # tiles, drawn below in colours of this page
+INKS = {name: lab.colour(name) for name in OWN}
+INKS["two sweeps"] = lab.colour("Kernel Book")
+INKS["one sweep"] = lab.colour("Kernel Book, one sweep")
+INKS["standard attention"] = lab.colour("PyTorch")
+
+
+def totals(rows):
+    """For each version, its lengths and the MiB that it needs at each."""
     return {
-        row["version"]: [row[what] / 1024 for what in AMOUNTS]
-        for row in rows
-        if row["length"] == 16384
-        and row["version"] in ("standard attention", "two sweeps")
+        name: {
+            row["length"]: row[KEEPS] + row[ALLOCATES]
+            for row in rows
+            if row["version"] == name
+        }
+        for name in ("standard attention", "one sweep", "two sweeps")
     }
 
 
-AMOUNTS = {"kept, MiB": "kept", "peak in backward, MiB": "more in backward"}
+def in_bytes(mib):
+    return f"{mib / 1024:.0f} GiB" if mib > 1024 else f"{mib:.0f} MiB"
 
 
-def amount_bars(axes, rows):
-    axes.figure.set_figheight(2.6)
-    inks = [lab.colour(name) for name in ("matmul", "PyTorch")]
-    for place, (keeps, more) in enumerate(amounts(rows).values()):
-        labels = AMOUNTS.values() if place == 0 else (None, None)
-        for begin, size, ink, label in zip(
-            (0, keeps), (keeps, more), inks, labels, strict=True
-        ):
-            axes.barh(
-                place,
-                size,
-                0.5,
-                begin,
-                color=ink,
-                alpha=0.3,
-                edgecolor=ink,
-                label=label,
-            )
-        said = (
-            f"{keeps + more:.0f} GiB"
-            if keeps > 1
-            else f"{1024 * (keeps + more):.0f} MiB"
-        )
-        axes.text(keeps + more + 0.4, place, said, va="center")
-    axes.set_yticks(range(2), amounts(rows))
-    axes.set(xlim=(0, 40), ylim=(1.5, -0.5), xlabel="GiB")
-    axes.grid(axis="y", visible=False)
-
-
-def amounts_in_words(rows):
-    found = (
-        f"{version}, {1024 * keeps:,.0f} MiB kept and {1024 * more:,.0f} more in backward"
-        for version, (keeps, more) in amounts(rows).items()
+def memory_lines(axes, rows):
+    axes.figure.set_figheight(3.0)
+    for name, points_of in totals(rows).items():
+        lengths, amounts = zip(*points_of.items(), strict=True)
+        axes.plot(lengths, amounts, "o-", color=INKS[name], markersize=4.5)
+        called = name.replace("standard attention", "the formula")
+        said = f"{called}, {in_bytes(amounts[-1])}"
+        place = {"va": "center", "fontsize": 10, "color": INKS[name]}
+        axes.text(lengths[-1] * 1.12, amounts[-1], said, **place)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks([1024, 4096, 16384], ["1,024", "4,096", "16,384"])
+    axes.set_yticks(
+        [2**n for n in (2, 5, 10, 15)], ["4 MiB", "32 MiB", "1 GiB", "32 GiB"]
     )
-    return f"Two bars: {'; '.join(found)}."
+    axes.set(xlim=(900, 64000), ylim=(2, 2**16.2), xlabel="tokens")
+    axes.minorticks_off()
+
+
+def memory_in_words(rows):
+    found = (
+        f"{name}: " + ", ".join(f"{in_bytes(x)} at {n:,}" for n, x in points_of.items())
+        for name, points_of in totals(rows).items()
+    )
+    return f"Three lines over the number of tokens. {'; '.join(found)}."
 
 
 lab.draw(
-    memory, "Memory at 16,384 tokens, 16 heads of 128", amounts_in_words, amount_bars
+    memory,
+    "Memory that attention keeps and its backward allocates",
+    memory_in_words,
+    memory_lines,
 )
 
 # %%
-# The kernels keep the output and ``lse``, the :term:`logsumexp` of each query's scores, from which
-# the backward pass has to compute the weights again.
+# Our versions keep only the output and one number per query, ``lse``, the :term:`logsumexp` of its
+# scores. With it the backward pass computes the weights again, from ``q`` and ``k``.
 #
-# **What does that cost?** Write :math:`S` for the scores, :math:`P` for the weights and :math:`O`
-# for the output. The forward pass is two matmuls, :math:`S = QK^\top` times the scale and
-# :math:`O = PV`, of :math:`2 N^2 d` floating-point operations (FLOPs) each, for :math:`N` queries
-# and keys and head_dim :math:`d`. The backward pass takes five: two gradients for each of the two,
-# and :math:`S` once more. It reads five matrices of :math:`d` columns (``q``, ``k``, ``v``, ``out``
-# and ``do``, the gradient of ``out``) and writes three. In 16 bits, this is :math:`10 N^2 d`
-# operations on :math:`16 N d` bytes, or :math:`5 N / 8` per byte.
-
-import triton
-import triton.language as tl
-
-machine = lab.measure("Peak speed of a matmul and of a copy, bfloat16", balance)
-
-# %%
-
-# Folded: The speed of a matmul and of a copy
-machine
-
-# %%
-
-# Reading
-at_best = machine.rows[0] if machine.rows else {}
-intensity = {1024: 5 * 2 * 1024 * 1024 * 128 / (8 * 1024 * 128 * 2)}
-lab.read(
-    f"At length 1,024 this is {intensity[1024]:.0f} FLOPs per byte, and the GPU can execute only "
-    f"{at_best.get('FLOPs per byte', nan):.0f} in the time in which it copies one byte. So "
-    f"arithmetic limits the backward pass, and a large matmul is its yardstick."
-)
-
-# %%
+# **What does that cost?** With scores :math:`S`, weights :math:`P` and output :math:`O`, the
+# forward pass is two matmuls, :math:`S = \sigma Q K^\top` and :math:`O = PV`.
+# The backward pass takes five: two gradients for each of the two, and :math:`S` once more.
+#
 # The mathematics
 # ---------------
 #
-# The gradient of a score depends on a whole row of weights, but a kernel sees one tile of keys at a
-# time. One number per query can stand for the row.
+# One number per query can stand for a whole row of weights, of which a kernel sees one tile at a
+# time.
 #
 # **An example.** One query sees three keys with weights 0.5, 0.3 and 0.2, and head_dim is 1. The
 # values are 4, 1 and 1, so the output is their weighted mean, 2.5. If the gradient of the output is
@@ -276,15 +253,15 @@ by_hand = weights * (values - 2.5)
 
 # Reading
 assert torch.allclose(by_autograd, by_hand)
-by_hand, by_autograd = (
-    ", ".join(f"{x:.2f}" for x in found.tolist()).replace("-", "−")
-    for found in (by_hand, by_autograd)
+first_two, last = (
+    ", ".join(f"{x:.2f}" for x in part.tolist()).replace("-", "−")
+    for part in by_hand.split([2, 1])
 )
-lab.read(f"By hand this is {by_hand}; by autograd {by_autograd}.")
+lab.read(f"Both give {first_two} and {last}.")
 
 # %%
-# The mean, 2.5, is the *output* (times its gradient, 1), which the forward pass has left in memory.
-# So nobody has to sum over the keys again. In general:
+# The mean, 2.5, is the *output* (times its gradient, 1), which the forward pass has left in memory,
+# so the keys need not be summed again. In general:
 #
 # *Step 1: the last matmul.* From :math:`O = PV` follow :math:`dV = P^\top dO` and :math:`dP = dO\,
 # V^\top`.
@@ -321,15 +298,14 @@ lab.read(f"By hand this is {by_hand}; by autograd {by_autograd}.")
 #    :math:`\delta = \mathrm{rowsum}(dO \circ O)`, in code :term:`delta`, is a sum over the columns
 #    of one row, and needs neither :math:`P` nor :math:`dP`.
 #
-# *Step 5: the first matmul.* With the scale :math:`\sigma`, the scores are :math:`S = \sigma Q
-# K^\top`. So :math:`dQ = \sigma\, dS\, K` and :math:`dK = \sigma\, dS^\top Q`.
+# *Step 5: the first matmul.* From :math:`S = \sigma Q K^\top` follow :math:`dQ = \sigma\, dS\, K`
+# and :math:`dK = \sigma\, dS^\top Q`.
 #
 # *Step 6: P from lse.* Because :math:`\mathrm{lse} = \log \sum_j e^{s_j}`, a weight no longer takes
-# a maximum, a sum or a division: :math:`p_j = e^{s_j - \mathrm{lse}}`. The small kernels below
-# compute it so. The GPU has an instruction for :math:`2^x`, so the package's kernels compute
-# :math:`2^{\,s_j \log_2 e \,-\, \mathrm{lse} \log_2 e}`.
+# a maximum, a sum or a division: :math:`p_j = e^{s_j - \mathrm{lse}}`. The package's
+# kernels take powers of 2 instead, for which the GPU has an instruction.
 #
-# .. dropdown:: Step 7: lse has a gradient, too
+# .. dropdown:: Step 7: the gradient of lse
 #
 #    A caller may use ``lse``, for instance to merge the results of two attentions. From its
 #    definition :math:`\partial\, \mathrm{lse} / \partial s_j = p_j`. A gradient
@@ -344,20 +320,21 @@ lab.read(f"By hand this is {by_hand}; by autograd {by_autograd}.")
 #
 #    This amounts to one subtraction from ``delta``, before anything else begins.
 #
-# Here are the steps in PyTorch, for random ``q``, ``k``, ``v`` and ``do``:
+# Here are the steps in PyTorch, for random ``q``, ``k``, ``v`` and ``do``, the gradient of ``out``:
 
 q = torch.randn(4, 3, dtype=torch.float64)  # 4 queries, 6 keys, head_dim 3
 k, v = torch.randn(2, 6, 3, dtype=torch.float64)
-do, sigma = torch.randn_like(q), 3**-0.5
+do, scale = torch.randn_like(q), 3**-0.5
 
-s = sigma * q @ k.T
+s = scale * q @ k.T
 p = s.softmax(-1)
 out, lse = p @ v, s.logsumexp(-1)  # end of the forward pass
 
 dv, dp = p.T @ do, do @ v.T  # step 1
 delta = (do * out).sum(-1)  # step 4
 ds = p * (dp - delta[:, None])  # step 3
-dq, dk = sigma * ds @ k, sigma * ds.T @ q  # step 5
+dq, dk = scale * ds @ k, scale * ds.T @ q  # step 5
+
 
 # %%
 
@@ -385,22 +362,19 @@ steps = {
     "3: ds by J": (J @ dp[0], true(lambda s: s.softmax(-1) @ v, s)[0]),
     "4: delta": (delta, (p * dp).sum(-1)),
     "4: dS by delta": (ds, true(lambda s: s.softmax(-1) @ v, s)),
-    "5: dQ": (dq, true(lambda q: (sigma * q @ k.T).softmax(-1) @ v, q)),
-    "5: dK": (dk, true(lambda k: (sigma * q @ k.T).softmax(-1) @ v, k)),
+    "5: dQ": (dq, true(lambda q: (scale * q @ k.T).softmax(-1) @ v, q)),
+    "5: dK": (dk, true(lambda k: (scale * q @ k.T).softmax(-1) @ v, k)),
     "6: P by exp2": (torch.exp2(s * log2e - (lse * log2e)[:, None]), p),
     "7: dS with dlse": (p * (dp - (delta - dlse)[:, None]), jacobian(with_lse, s)),
 }
 
-# %%
-
-# Folded: Each step against automatic differentiation or the definition
 rows, differences = [], []
 for step, (ours, expected) in steps.items():
     differences.append((ours - expected).abs().max().item())
     rows.append({"step": step, "off by": f"{differences[-1]:.0e}"})
     rows[-1]["right"] = differences[-1] < 1e-14
 assert all(row["right"] for row in rows)
-lab.table(
+step_table = lab.table(
     rows, "Each step against automatic differentiation or the definition, float64"
 )
 
@@ -408,25 +382,38 @@ lab.table(
 
 # Reading
 lab.read(
-    f"All {len(steps)} results are right; the largest difference from automatic differentiation, "
-    f"or from the definition, is {max(differences):.0e}."
+    f"Every step agrees with automatic differentiation, or with its definition, to "
+    f"{max(differences):.0e}."
 )
 
 # %%
-# In tiles, in PyTorch
-# --------------------
+# Dividing the work among programs
+# --------------------------------
 #
 # With ``lse`` and ``delta`` at hand, no formula needs a whole row, so each pair of a tile of
-# queries and a tile of keys can be processed by itself. ``_i`` marks what belongs to the tile of
-# queries, and ``_j`` what belongs to the tile of keys. ``_scores`` scales, and masks by ``rule``,
-# which holds the lengths and the mask. ``_finite`` keeps a query that sees no key from becoming
-# NaN:
+# queries and a tile of keys can be processed by itself. Here tiles of 2 queries and 3 keys divide
+# the ``q``, ``k`` and ``v`` above:
 
-lab.source(tiled.tiled_backward, "begin", "meet")
+dq_sum, dk_sum, dv_sum = (torch.zeros_like(x) for x in (q, k, v))
+for i in torch.arange(4).split(2):  # tiles of queries
+    for j in torch.arange(6).split(3):  # tiles of keys
+        p_ij = (scale * q[i] @ k[j].T - lse[i, None]).exp()  # step 6
+        dv_sum[j] += p_ij.T @ do[i]  # step 1
+        ds_ij = p_ij * (do[i] @ v[j].T - delta[i, None])  # steps 1 and 3
+        dq_sum[i] += scale * ds_ij @ k[j]  # step 5
+        dk_sum[j] += scale * ds_ij.T @ q[i]
 
 # %%
 
-# Folded: The cases that PyTorch's gradcheck accepts, which compares with finite differences
+# Reading
+sums = {"dq": (dq_sum, dq), "dk": (dk_sum, dk), "dv": (dv_sum, dv)}
+apart = max((ours - whole).abs().max().item() for ours, whole in sums.values())
+assert apart < 1e-14
+lab.read(f"The three sums are the gradients of the steps, to {apart:.0e}.")
+
+# %%
+
+# Folded: The ten checks of the steps, and the loop for every length and mask
 rows = []
 for is_causal in (False, True):
     for seqlen_q, seqlen_k in ((7, 7), (5, 8), (8, 5)):
@@ -442,12 +429,19 @@ for is_causal in (False, True):
         row = {"queries": seqlen_q, "keys": seqlen_k, "mask": mask}
         rows.append(row | {"gradcheck": passed})
 assert all(row["gradcheck"] for row in rows)
-lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64")
+lab.together(
+    step_table,
+    lab.read(
+        "The package's loop over tiles takes any length. `key_tiles` lists the tiles of keys that "
+        "a tile of queries sees, `_scores` scales and masks by `rule`, which holds the lengths and "
+        "the mask, and `_finite` keeps a query that sees no key from becoming NaN. PyTorch's "
+        "`gradcheck` compares it with finite differences:"
+    ),
+    lab.source(tiled.tiled_backward, "begin", "meet"),
+    lab.table(rows, "The loop in tiles of 3 queries and 2 keys, float64"),
+)
 
 # %%
-# Dividing the work among programs
-# --------------------------------
-#
 # Each pair of tiles *adds* to three gradients. Programs run at the same time, so the question is
 # which of them adds to what.
 #
@@ -456,16 +450,18 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 #
 #    The gradient of a *query* is a sum over keys; the gradients of a *key* and its value are sums
 #    over queries. If each pair of tiles is processed once, programs share at least one of these
-#    sums.
+#    sums, because a pair adds both to its queries and to its keys.
 #
 # **Two sweeps.** In the first, a program owns a tile of keys, loops over tiles of queries, and
 # keeps ``dk`` and ``dv`` in :term:`registers <register>`, because no other program adds to them. In
 # the second, a program owns a tile of queries and its ``dq``, and loops over tiles of keys. So a
-# *column* on the left is the work of one program, and on the right a *row*:
+# *column* on the left is the work of one program, and on the right a *row*. All programs of a sweep
+# advance at the same time:
 #
 # .. animation:: two_sweeps
 #
-# The price is that :math:`P` and :math:`dP` are computed twice: seven matmuls where five would do.
+# The price is that :math:`S` and :math:`dP` are computed twice, seven matmuls per tile instead of
+# five: together 105 in the picture, where 75 would do.
 #
 # **One sweep.** A program owns a tile of keys and computes all three gradients. ``dk`` and ``dv``
 # stay in registers as before, but its share of ``dq`` is *added in memory*, tile after tile.
@@ -477,9 +473,9 @@ lab.table(rows, "The tiled backward pass, tiles of 3 queries and 2 keys, float64
 #          tile of each of the five programs, and a bracket around all of it leads to the last tile
 #          of dq, to which all five add, in any order.
 #
-# This takes five matmuls. But the additions have to be :term:`atomic`, and come in no fixed order,
-# so the last bits of ``dq`` differ between runs. Which is faster, two matmuls more or a shared sum?
-# We build both.
+# This takes five matmuls per tile. But the additions have to be :term:`atomic`, and come in no
+# fixed order, so the last bits of ``dq`` differ between runs. Which is faster, two more matmuls or
+# a shared sum?
 #
 # The kernels
 # -----------
@@ -496,34 +492,36 @@ lab.source(smallest.dkdv_kernel, "load")
 
 # %%
 # **2. Find the queries.** Take tiles of 128 keys and 64 queries, and the program of the keys 128 to
-# 255. Under a causal mask nobody before query 128 sees any of them, so its loop begins at ``first``
-# = 128. Query 255 is the first that sees all of them. The next tile begins at ``whole`` = 256, and
-# from there on no tile needs a mask:
+# 255. Under a causal mask no query before 128 sees any of them, so its loop begins at ``first`` =
+# 128. Query 255 is the first that sees all of them, so from the next tile on, at ``whole`` = 256,
+# no tile needs a mask:
 
 
 # Drawing
 def column(axes):
     """The tiles of queries that the program of the keys 128 to 255 visits."""
-    inks = {"never": "matmul", "masked": "PyTorch", "whole": "Kernel Book"}
     for top in range(0, 384, 64):
-        kind = "never" if top < 128 else "masked" if top < 256 else "whole"
-        ink = lab.colour(inks[kind])
+        kind = "never" if top < 128 else "masked" if top < 256 else "seen"
+        ink = lab.colour(
+            {"never": "matmul", "seen": "Kernel Book"}.get(kind, "PyTorch")
+        )
         fill = {"facecolor": ink, "alpha": 0.0 if kind == "never" else 0.15}
         axes.add_patch(Rectangle((128, top), 128, 64, **fill))
         style = "--" if kind == "never" else "-"
         axes.add_patch(Rectangle((128, top), 128, 64, fill=False, ec=ink, ls=style))
         words = {"fontsize": 10, "va": "center"}
-        # beside the diagonal, which cuts the tiles from 128 and from 192
-        beside_it = {128: 226, 192: 158}.get(top, 192)
-        said = {"never": "not visited"}.get(kind, kind)
-        axes.text(beside_it, top + 32, said, ha="center", **words)
+        said = {"never": "not visited", "masked": "on the diagonal: mask needed"}
+        axes.text(268, top + 32, said.get(kind, "no mask needed"), **words)
         axes.text(122, top, top, ha="right", **words)
     for end, name in ((128, "first = 128"), (256, "whole = 256"), (384, "n = 384")):
         axes.text(268, end, f"← {name}", fontsize=10, va="center")
-    axes.plot((128, 256), (128, 256), color=lab.colour("matmul"), linewidth=1)
-    axes.text(192, -14, "keys 128 to 255", fontsize=10, ha="center")
-    axes.text(94, -14, "queries from", fontsize=10, ha="right")
-    axes.set(xlim=(-90, 420), ylim=(400, -40), xticks=[], yticks=[])
+    hidden = [(128, 128), (256, 128), (256, 256)]
+    axes.add_patch(Polygon(hidden, facecolor=lab.colour("matmul"), alpha=0.35))
+    axes.text(216, 146, "hidden", fontsize=10, ha="center", va="center")
+    axes.text(160, 222, "seen", fontsize=10, ha="center", va="center")
+    axes.text(192, -14, "keys 128 to 255 →", fontsize=10, ha="center")
+    axes.text(84, -14, "queries ↓", fontsize=10, ha="right")
+    axes.set(xlim=(-60, 480), ylim=(400, -40), xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
     axes.grid(visible=False)
 
@@ -531,14 +529,16 @@ def column(axes):
 lab.sketch(
     "One program's tiles of queries, below and on the diagonal",
     "A column of six tiles of 64 queries, over the keys 128 to 255. The first two tiles are not "
-    "visited. From first, 128, to whole, 256, the diagonal cuts two tiles, which are masked. From "
-    "whole to n, 384, two tiles lie below it and are whole.",
+    "visited. From first, 128, to whole, 256, the diagonal cuts two tiles, which need a mask: keys "
+    "above it are hidden, and keys below it are seen. From whole to n, 384, two tiles lie below it "
+    "and need no mask.",
     column,
     height=3.4,
 )
 
 # %%
-# In code, both are rounded to a multiple of ``BLOCK_M``, the first down and the second up:
+# In code, ``first`` is ``first_key`` rounded down to a multiple of ``BLOCK_M``, and ``whole`` is
+# ``last_key`` rounded up:
 
 lab.source(smallest.dkdv_kernel, "stages")
 
@@ -550,12 +550,10 @@ lab.source(smallest.dkdv_kernel, "stages")
 lab.source(smallest.dkdv_kernel, "sweep", "write")
 
 # %%
-# **4. Meet one tile.** ``add_queries`` loads what belongs to the ``BLOCK_M`` queries from ``start``
-# on: rows of ``q`` and ``do``, and ``lse`` and ``delta``. Then it computes the weights by step 6.
-# ``_t`` says that they are *transposed*: keys are rows. On Hopper, the left operand of a matmul may
-# stay in registers, if the threads hold it as a matmul leaves its result. :math:`P^\top` is held
-# so, and is the left operand of :math:`dV = P^\top dO`, so it never leaves the registers.
-# ``"ieee"`` keeps a :term:`matrix unit` from rounding float32 to :term:`TF32`:
+# **4. Process one tile.** ``add_queries`` loads rows of ``q`` and ``do``, and ``lse`` and
+# ``delta``, of ``BLOCK_M`` queries from ``start`` on, and computes the weights by step 6.
+# ``_t`` says *transposed*: keys are rows, as :math:`dV` and :math:`dK` need them. ``"ieee"`` keeps
+# a :term:`matrix unit` from rounding float32 to :term:`TF32`:
 
 lab.source(smallest.add_queries, "queries", "weights")
 
@@ -565,71 +563,15 @@ lab.source(smallest.add_queries, "queries", "weights")
 
 lab.source(smallest.add_queries, "gradients")
 
-# %%
-
-# Folded: The kernel whole
-lab.listing(
-    {
-        "The program that owns a tile of keys": smallest.dkdv_kernel,
-        "What it does with one tile of queries": smallest.add_queries,
-    }
-)
-
-# %%
-# .. dropdown:: The package's kernel, for any length and dtype, and the one before it
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
-#       :language: python
-#       :pyobject: sweep_queries
-#       :start-at: for start_m in tl.range
-#       :lines: 1-10, 17-21
-#       :dedent:
-#       :linenos:
-#
-#    ``load_row`` reads a tile of row ``row`` of ``lse_rows``, which has one row per head, padded to
-#    ``padded_q`` numbers, with a descriptor where ``DESCRIBED`` says so. ``scale_log2`` is
-#    :math:`\sigma \log_2 e`, and ``lse`` is kept in base 2. ``PRECISION`` keeps a matrix unit from
-#    rounding float32 to TF32. ``first_seeing`` holds, for each key, the first query that sees it.
-#    Line 12 loads ``delta`` before the matmul of line 13 begins, so that no wait for a load stands
-#    between matmuls.
-#
-#    **The kernel before** computes ``delta``. ``None`` is a constant for Triton, so without a
-#    gradient of ``lse`` the lines for ``dlse_ptr`` are not even compiled. Queries that see no key,
-#    and queries past the end, which exist because the last tile must be full, get the ``lse``
-#    :math:`+\infty`. Then
-#    :math:`2^{s - \infty} = 0`,
-#    so these rows contribute nothing, and the sweeps need no test for them. The counter at the end
-#    is one that another kernel of the package wants set to zero; here it is ``None``.
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
-#       :language: python
-#       :pyobject: preprocess_kernel
-#       :start-at: # -- delta
-#       :dedent:
-#
-#    **The tile.** ``place`` gives each program a tile and a head. Programs with the most work start
-#    first, so that no long program is left over at the end; in a causal sweep these own the
-#    *first* keys, because the most queries see them.
-#
-#    Queries from ``first`` to ``whole`` do not see all keys of the tile, so they are masked, and
-#    those from ``whole`` to ``cut`` see all. With a causal mask ``cut`` is ``end``; a window that
-#    ends on the left, too, makes a third range.
-#
-#    Keys past the end were loaded as zeros. They need no mask, because each of them affects only
-#    its own row of ``dk`` and ``dv``, which is never stored. In ``dq`` they would contribute to
-#    rows that count, so one sweep has to mask them.
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
-#       :language: python
-#       :pyobject: dkdv_kernel
-#       :start-at: # -- place
-#       :end-before: # -- sweep
-#       :dedent:
 
 # %%
 
 
 # Measuring
+import triton
+import triton.language as tl
+
+
 @triton.jit
 def _dv_kernel(
     q_ptr, k_ptr, do_ptr, lse_ptr, dv_ptr, n_queries, scale_log2,
@@ -704,7 +646,7 @@ def both_ways():
 # %%
 
 # Measuring
-checked = lab.check(
+dv_check = lab.check(
     "dv from the transpose of S", [lab.Case(f"{size}", "dv", dv, theirs, truth)]
 )
 
@@ -715,18 +657,8 @@ ways = lab.measure("dv of 8,192 queries and keys, computed in two ways", both_wa
 
 # %%
 
-# Folded: What transposing the weights costs
-direct, detour = ways.rows if ways.rows else 2 * [{}]
-slower = detour.get("µs", nan) / direct.get("µs", nan)
-lab.read(
-    f"A kernel that computes `dv` alone, and transposes `P` on the way through shared memory, "
-    f"takes {slower:.2f} times as long."
-)
 
-# %%
-
-
-# Folded: Which thread holds what
+# Folded: What the transposed weights save in 16 bits, and which thread holds them
 def holder(row, column):
     """The thread of a warp that holds an element of a block of 8 by 8 after a matmul."""
     return 4 * row + column // 2
@@ -760,6 +692,19 @@ lab.sketch(
     panels=2,
     height=3.3,
 )
+direct, detour = ways.rows if ways.rows else 2 * [{}]
+slower = detour.get("µs", nan) / direct.get("µs", nan)
+lab.together(
+    lab.read(
+        f"In 16 bits, the matrix unit of Hopper can take its left operand from registers, if the "
+        f"threads hold it as a matmul leaves its result. `Pᵀ` is held so, and is the left operand "
+        f"of `dV = Pᵀ dO`, so it takes no trip through shared memory. A kernel that computes `dv` "
+        f"alone, and transposes `P` on the way ({detour.get('stmatrix', nan)} instructions "
+        f"`stmatrix`, which store to shared memory, where ours has "
+        f"{direct.get('stmatrix', nan)}), takes {slower:.2f} times as long."
+    ),
+    ways,
+)
 
 # %%
 # **The second sweep** mirrors the first. Its program holds ``q``, ``do``, ``lse`` and ``delta``,
@@ -771,19 +716,20 @@ lab.source(smallest.add_keys, "gradient")
 
 # %%
 
-# Folded: The second sweep whole
+# Folded: The whole small kernels, of both sweeps
 lab.listing(
     {
-        "The program that owns a tile of queries": smallest.dq_kernel,
+        "The first sweep: the program that owns a tile of keys": smallest.dkdv_kernel,
+        "What it does with one tile of queries": smallest.add_queries,
+        "The second sweep: the program that owns a tile of queries": smallest.dq_kernel,
         "What it does with one tile of keys": smallest.add_keys,
     }
 )
 
 # %%
-# **Launch.** Each sweep is one launch, with a program for each tile that is owned. An owned tile
-# has 64 rows here, and a visited one 32. The first lines stand in for the forward pass, and
-# ``sees`` is the causal mask:
+# **Launch.** Each sweep is one launch, with a program for each tile that is owned:
 
+# Measuring
 from kernelbook.small.attention_backward import dkdv_kernel, dq_kernel
 
 n, head_dim, scale = 384, 32, 32**-0.5
@@ -792,6 +738,8 @@ sees = torch.ones(n, n, device=runtime.DEVICE).tril().bool()
 s = (q @ k.T * scale).masked_fill(~sees, -torch.inf)
 out, lse = s.softmax(-1) @ v, s.logsumexp(-1)  # what the forward pass leaves
 delta = (do * out).sum(-1)  # step 4
+
+# %%
 
 dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
 inputs = (q, k, v, do, lse, delta)
@@ -811,17 +759,16 @@ far = [
 ]
 assert max(far) < 1e-5
 lab.read(
-    f"On 384 tokens, the three gradients of both small kernels differ from float64 by at most "
+    f"On {n} tokens, the gradients of both kernels differ from float64 by at most "
     f"{max(far):.0e} of their largest element."
 )
 
 # %%
 # **One sweep** is the first sweep with a fifth matmul, :math:`dQ = dS\, K`, at the end of its loop.
 # This takes :math:`dS` with queries as rows, so a matrix has to be transposed after all. With a
-# :term:`descriptor`, one instruction then adds a whole tile to the sums in memory. ``dq_desc``
-# describes ``dq`` of all heads, one below the other, each padded to ``padded_q`` rows; ``row`` is
-# the number of the head, and ``start_m`` the first query. In the package, where the host multiplies
-# the sums by the scale at the end:
+# :term:`descriptor`, one instruction then adds a whole tile to the sums in memory, in the rows of
+# head ``row`` from query ``start_m`` on. This is from the package, where the host applies the scale
+# at the end:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #    :language: python
@@ -830,21 +777,51 @@ lab.read(
 #    :end-at: dq_desc.atomic_add
 #    :dedent:
 #
-# .. dropdown:: The kernels whole, what the host does, and what autograd sees
+# .. dropdown:: The package's kernels, for any length and dtype, what the host does, and autograd
 #
-#    One tile of queries after another, for the program that owns a tile of keys:
+#    **First, delta.** A kernel computes it before either sweep. ``None`` is a constant for Triton,
+#    so without a gradient of ``lse`` the lines for ``dlse_ptr`` are not even compiled. Queries that
+#    see no key, and queries past the end, which exist because the last tile must be full, get the
+#    ``lse`` :math:`+\infty`. Then :math:`2^{s - \infty} = 0`, so these rows contribute nothing, and
+#    the sweeps need no test for them. The counter at the end is one that another kernel of the
+#    package wants set to zero; here it is ``None``.
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
+#       :language: python
+#       :pyobject: preprocess_kernel
+#       :start-at: # -- delta
+#       :dedent:
+#
+#    **One tile of queries after another,** for the program that owns a tile of keys. ``load_row``
+#    reads a tile of row ``row`` of ``lse_rows``, which has one row per head, padded to ``padded_q``
+#    numbers, with a descriptor where ``DESCRIBED`` says so. ``scale_log2`` is :math:`\sigma \log_2
+#    e`, and ``lse`` is kept in base 2, so a weight is :math:`2^{\,s_j \log_2 e \,-\, \mathrm{lse}
+#    \log_2 e}`. ``PRECISION`` keeps a matrix unit from rounding float32 to
+#    TF32. ``first_seeing`` holds, for each key, the first query that sees it. ``delta`` is loaded
+#    before the matmul of ``dv`` begins, so that no wait for a load stands between matmuls.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #       :language: python
 #       :pyobject: sweep_queries
 #
-#    The kernel of the first sweep, and of one sweep:
+#    **Adding dq.** The sums hold the heads one below the other, each padded to ``padded_q`` rows,
+#    so that no tile of one head ends in the next. ``DQ`` says how to add, because a GPU without
+#    such an instruction adds number by number.
+#
+#    **The first sweep, and one sweep.** ``place`` gives each program a tile and a head. Programs
+#    with the most work start first, so that no long program is left over at the end; in a causal
+#    sweep these own the *first* keys, because the most queries see them. Queries from ``first`` to
+#    ``whole`` do not see all keys of the tile, so they are masked, and those from ``whole`` to
+#    ``cut`` see all. With a causal mask ``cut`` is ``end``; a window that also ends on the left
+#    makes a third range. Keys past the end were loaded as zeros. They need no mask, because each of
+#    them affects only its own row of ``dk`` and ``dv``, which is never stored. In ``dq`` they would
+#    contribute to rows that count, so one sweep has to mask them.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #       :language: python
 #       :pyobject: dkdv_kernel
 #
-#    The second sweep:
+#    **The second sweep.**
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #       :language: python
@@ -854,14 +831,14 @@ lab.read(
 #       :language: python
 #       :pyobject: dq_kernel
 #
-#    The host of plain Triton chooses between one sweep and two:
+#    **The host** of plain Triton chooses between one sweep and two.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #       :language: python
 #       :pyobject: attention_backward
 #
-#    Autograd sees a single function. It saves its inputs, ``out`` and ``lse``, and computes only
-#    the gradients that are requested. Forward and backward are registered as operators with
+#    **Autograd** sees a single function. It saves its inputs, ``out`` and ``lse``, and computes
+#    only the gradients that are requested. Forward and backward are registered as operators with
 #    PyTorch's dispatcher, so ``torch.compile`` treats each as one node of its graph and does not
 #    trace into it.
 #
@@ -876,10 +853,8 @@ lab.read(
 # Is it right?
 # ------------
 #
-# The truth is computed in float64, and *PyTorch's* error is that of the first section's lines in
-# the same dtype. In 16 bits our error may be twice as large, or one unit in the last place, because
-# the two round at different moments; in float32 eight times, because tiles are summed in another
-# order and the exponent is rounded once more.
+# Every gradient is compared with float64. The fold at the end says how much larger its error may be
+# than that of the formula in the same dtype.
 
 
 # Measuring
@@ -931,20 +906,16 @@ def cases(sizes, dtype, is_causal, deterministic, note="", expanded=False):
 # Measuring
 half, single = torch.float16, torch.float32
 plain = (2, 2, 2, 45, 45, 32) if runtime.INTERPRETED else (2, 4, 4, 1000, 1000, 128)
-lab.check(
-    "The gradients, batch and heads above 1",
-    [
-        case
-        for dtype in (torch.float32, torch.float16, torch.bfloat16)
-        for is_causal in (False, True)
-        for deterministic in (True, False)
-        for case in cases(plain, dtype, is_causal, deterministic)
-    ],
-)
+basic = [
+    case
+    for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    for is_causal in (False, True)
+    for deterministic in (True, False)
+    for case in cases(plain, dtype, is_causal, deterministic)
+]
+basic_checks = lab.check("The gradients, batch and heads above 1", basic)
 
 # %%
-# Awkward cases are checked as well: a head_dim that is no power of two, heads that share keys, a
-# gradient for ``lse``, and queries that see no key.
 
 # Measuring
 awkward = [
@@ -966,15 +937,12 @@ if not runtime.INTERPRETED:
         ((1, 4, 1, 127, 2049, 128), torch.bfloat16, True, False, ", grouped heads"),
         ((1, 2, 2, 300, 300, 256), torch.bfloat16, True, True),
     ]
+odd = [case for row in awkward for case in cases(*row)]
+odd_checks = lab.check("Awkward sizes", odd)
 
 # %%
 
-# Folded: The check of awkward sizes
-lab.check("Awkward sizes", [case for row in awkward for case in cases(*row)])
-
-# %%
-
-# Folded: Queries that see no key, and the check with a gradient of lse
+# Measuring
 q, do = torch.randn(2, 1, 2, 40, 32, device=runtime.DEVICE)
 k, v = torch.randn(2, 1, 2, 33, 32, device=runtime.DEVICE)
 dq, *_ = gradients(ours(True, True), q, k, v, do)
@@ -987,18 +955,37 @@ s = q @ k.mT * 32**-0.5
 dense = (s.softmax(-1) @ v, s.logsumexp(-1))
 theirs = torch.autograd.grad(dense, inputs, weight)
 truths = reference.attention_backward(q, k, v, do, dlse=dlse)
-lab.check(
-    "With a gradient of lse",
-    [
-        lab.Case("40 × 33, 32, full", *row, factor=8)
-        for row in zip(("dq", "dk", "dv"), results, theirs, truths, strict=True)
-    ],
+of_lse = [
+    lab.Case("40 × 33, 32, full", *row, factor=8)
+    for row in zip(("dq", "dk", "dv"), results, theirs, truths, strict=True)
+]
+lse_checks = lab.check("With a gradient of lse", of_lse)
+
+# %%
+
+# Reading
+runs = {
+    name: next(iter(checked(name, [case.row() for case in found]).items()))
+    for name, found in (
+        ("The gradients, batch and heads above 1", basic),
+        ("Awkward sizes", odd),
+        ("With a gradient of lse", of_lse),
+    )
+}
+(where, first), (_, second), (_, third) = runs.values()
+worst = max(row["error"] / row["tolerance"] for row in first)
+lab.read(
+    f"Both versions, with and without a mask, pass all {len(first)} checks in three dtypes "
+    f"{where}; the nearest comes to {worst:.2f} of its tolerance. All {len(second) + len(third)} "
+    f"checks of awkward cases pass as well, such as lengths that no tile divides, heads that "
+    f"share keys, queries that see no key, and a gradient for `lse`."
 )
 
 # %%
 # **Is a tile visited in vain?** NaN shows it like a dye, because it spreads through every matmul,
 # even times zero: if one tile of ``do`` is NaN, each program of the first sweep that reads it
-# writes NaN to its ``dv``, even if it masks the tile. A tile of ``v`` dyes ``dq`` in the second.
+# writes NaN to its ``dv``, even if it masks the tile. In the second sweep, a tile of ``v`` dyes
+# ``dq`` in the same way.
 
 
 # Measuring
@@ -1055,35 +1042,62 @@ for is_causal in (False, True):
 
 # %%
 
-# Reading
-found = {row["sweep"]: row for row in rows if row["mask"] == "causal"}
-assert all(row["as needed"] for row in rows)
-in_first, in_second = (
-    f"{found[sweep]['visited']} of {found[sweep]['tiles']} tiles of {found[sweep]['tile']}"
-    for sweep in ("dk and dv", "dq")
-)
-lab.read(
-    f"Under a causal mask, the first sweep visits {in_first}"
-    + (
-        ", and so does the second: "
-        if in_first == in_second
-        else f", and the second {in_second}: "
-    )
-    + "those in which a query sees a key, and no others."
+
+# Drawing
+def dyed(*panels):
+    """Which tiles of the two causal sweeps left their dye."""
+    for axes, name in zip(panels, maps, strict=True):
+        stained, config = maps[name]
+        owner = {"dk and dv": "first sweep", "dq": "second sweep"}[name]
+        width, height = config.block_n, config.block_m
+        for i, row in enumerate(stained):
+            for j, hit in enumerate(row):
+                ink = lab.colour("PyTorch" if hit else "matmul")
+                at = (j * width, i * height)
+                if hit:
+                    axes.add_patch(Rectangle(at, width, height, fc=ink, alpha=0.3))
+                edge = {"fill": False, "ec": ink, "ls": "-" if hit else "--"}
+                axes.add_patch(Rectangle(at, width, height, **edge))
+        n = len(stained) * height
+        axes.plot((0, n), (0, n), color=lab.colour("Kernel Book"), linewidth=1.5)
+        axes.set(xlim=(-2, n + 2), ylim=(n + 2, -2), xticks=[], yticks=[])
+        axes.set(aspect="equal", xlabel="keys →", ylabel="queries ↓")
+        axes.set_title(f"{owner}: NaN in {name}", fontsize=11)
+        axes.spines[:].set_visible(False)
+        axes.grid(visible=False)
+
+
+causal = {row["sweep"]: row for row in rows if row["mask"] == "causal"}
+lab.sketch(
+    "The tiles that dyed a gradient, under a causal mask",
+    "Two squares of tiles with the diagonal in blue, one for each sweep. "
+    + " ".join(
+        f"For {name}, {row['visited']} of {row['tiles']} tiles are dyed: those on and below the "
+        f"diagonal."
+        for name, row in causal.items()
+    ),
+    dyed,
+    panels=2,
+    height=3.2,
 )
 
 # %%
 
-# Folded: The tiles that the causal sweep for dk and dv visits
-stained, config = maps["dk and dv"]
-lab.table(
-    [
-        {"queries from": i * config.block_m}
-        | {f"{j * config.block_n}": "yes" if hit else "–" for j, hit in enumerate(row)}
-        for i, row in enumerate(stained)
-    ],
-    "Causal, dk and dv: visited tiles, by the first key of the tile",
+# Reading
+assert all(row["as needed"] for row in rows)
+in_first, in_second = (
+    f"{causal[sweep]['visited']} of {causal[sweep]['tiles']} tiles of {causal[sweep]['tile']}"
+    for sweep in ("dk and dv", "dq")
 )
+lab.read(
+    (
+        f"Both sweeps visit {in_first}"
+        if in_first == in_second
+        else f"The first sweep visits {in_first}, and the second {in_second}"
+    )
+    + ": those in which a query sees a key, and no others."
+)
+
 
 # %%
 
@@ -1117,35 +1131,52 @@ unlike = {row["version"]: row for row in repeated.rows}
 in_two, in_one = (
     unlike.get(name, {}).get("dq", nan) for name in ("two sweeps", "one sweep")
 )
+every = "every one of the 99" if in_one == 99 else f"{in_one:.0f}"
 lab.read(
     f"**Does every run give the same bits?** In two sweeps `dq` differs in {in_two:.0f} of 99 "
     f"repeated runs, because each sum belongs to one program, which adds its tiles in order. In "
-    f"one sweep it differs in {in_one:.0f}."
+    f"one sweep it differs in {every}."
 )
 
 # %%
 
-# Folded: In how many of 99 causal runs a gradient differs
-repeated
+# Folded: All checks, and in how many runs a gradient differs
+lab.together(
+    lab.read(
+        "The column PyTorch's holds the error of the formula in the same dtype. In 16 bits ours "
+        "may be twice as large, or one unit in the last place, because the two round at different "
+        "moments. In float32 it may be eight times as large, because tiles are summed in another "
+        "order and the exponent is rounded once more."
+    ),
+    basic_checks,
+    odd_checks,
+    lse_checks,
+    repeated,
+)
 
 # %%
 # How fast is it?
 # ---------------
-#
-# The :term:`limit` is a matmul of two matrices of 8,192 by 8,192. Work is counted as the field
+
+# Measuring
+machine = lab.measure("Peak speed of a matmul and of a copy, bfloat16", balance)
+
+# %%
+
+# Reading
+at_best = machine.rows[0] if machine.rows else {}
+intensity = 5 * 2 * 1024 * 1024 * 128 / (8 * 1024 * 128 * 2)
+lab.read(
+    f"Arithmetic limits the backward pass, because at length 1,024 it already does "
+    f"{intensity:.0f} floating-point operations (FLOPs) per byte, and the GPU can execute only "
+    f"{at_best.get('FLOPs per byte', nan):.0f} in the time in which it moves one byte."
+)
+
+# %%
+# So the :term:`limit` is a matmul, of two matrices of 8,192 by 8,192. Work is counted as the field
 # does: five matmuls, half of that if causal. Two sweeps execute seven, so they can reach
-# :math:`5/7`, which is 71 percent of the limit, at best.
-#
-# Only the backward pass is timed.
-#
-# *Standard attention* is the PyTorch code of the first section, run eagerly or through
-# ``torch.compile``, and *tiled PyTorch* is our loop over tiles.
-#
-# .. dropdown:: The sizes
-#
-#    Every point has 16,384 tokens, and heads times head_dim is 2,048.
-#
-# Without a mask:
+# :math:`5/7`, which is 71 percent of the limit, at best. *Tiled PyTorch* is the loop over tiles,
+# and its time includes the host's. Only the backward pass is timed:
 
 
 # Measuring
@@ -1193,6 +1224,7 @@ def ladder_providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
 
 # %%
 
+# Measuring
 MODES = {"Kernel Book": True, "Kernel Book, one sweep": False}
 RUNGS = ["standard attention", "torch.compile", "tiled PyTorch"]
 RUNGS += ["Kernel Book, one sweep", "Kernel Book"]
@@ -1204,68 +1236,72 @@ NAMES = {
 ladder = lab.bench(
     "ladder", points([4096], head_dims=(128,)), ladder_providers, **BACKWARD
 )
-lab.ladder(
-    ladder,
-    "Backward without a mask, 4,096 tokens, head_dim 128, bfloat16",
-    RUNGS,
-    by="mask",
-    where={"seqlen": 4096, "mask": "full"},
-    names=NAMES,
-)
 
 # %%
 
-# Reading
-share = {
-    (name, mask): 100 * ladder.share(name, mask=mask)
-    for name in RUNGS
-    for mask in ("full", "causal")
+
+# Drawing
+CALLED = {
+    "standard attention": "formula in PyTorch",
+    "torch.compile": "the formula, compiled",
+    "Kernel Book, one sweep": "one sweep",
+    "all tiles": "two sweeps, all tiles",
+    "Kernel Book": "two sweeps",
 }
-one = share["Kernel Book, one sweep", "full"]
-compiled, full = (share[name, "full"] for name in ("torch.compile", "Kernel Book"))
-lab.read(
-    (
-        "**Two sweeps beat one**, although they execute two matmuls more. "
-        if full > 1.01 * one
-        else "**Two sweeps do not beat one.** "
-    )
-    + (
-        "But `torch.compile` is ahead of both. How can three lines of PyTorch be faster than our "
-        "kernels?"
-        if compiled > 1.01 * full
-        else "`torch.compile` is not ahead of them."
-    )
-)
 
-# %%
 
-# Folded: The same with a causal mask
-lab.ladder(
+def bars_of(rows):
+    """For each mask, the names of what is drawn, with the percentage of the limit."""
+    share = {(row["mask"], row["provider"]): 100 * row["share"] for row in rows}
+    drawn = {"full": RUNGS, "causal": [*RUNGS[:-1], "all tiles", RUNGS[-1]]}
+    return {
+        mask: [(CALLED.get(name, name), share[mask, name]) for name in names]
+        for mask, names in drawn.items()
+    }
+
+
+def speed_bars(axes, rows):
+    axes.figure.set_figheight(4.4)
+    place, ticks, grey = 0, {}, lab.colour("matmul")
+    for mask, bars in bars_of(rows).items():
+        heading = {"full": "without a mask", "causal": "with a causal mask"}[mask]
+        axes.text(0, place, heading, fontsize=11, color=grey, va="center")
+        for name, value in bars:
+            place += 1
+            ours = name in ("two sweeps", "one sweep")
+            ink = lab.colour("Kernel Book") if ours else grey
+            axes.barh(
+                place, value, 0.72, color=ink, alpha=1 if name != "one sweep" else 0.6
+            )
+            axes.text(value + 1, place, f"{value:.0f}", va="center", fontsize=10)
+            ticks[place] = name
+        place += 1.3
+    for at, words in ((500 / 7, "5/7"), (100, "matmul")):
+        style = "--" if at == 100 else ":"
+        axes.axvline(at, color=grey, linestyle=style, linewidth=1)
+        axes.text(at, -1.0, words, fontsize=10, color=grey, ha="center")
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="y", visible=False)
+    axes.set(xlim=(0, 112), ylim=(place - 0.7, -0.7), xlabel="% of the speed of matmul")
+
+
+def speeds_in_words(rows):
+    found = (
+        f"{mask}: " + ", ".join(f"{name} {value:.0f}" for name, value in bars)
+        for mask, bars in bars_of(rows).items()
+    )
+    return f"Bars, % of the speed of matmul. {'; '.join(found)}."
+
+
+lab.draw(
     ladder,
-    "Backward with a causal mask, 4,096 tokens, head_dim 128, bfloat16",
-    [*RUNGS[:-1], "all tiles", RUNGS[-1]],
-    by="mask",
-    where={"seqlen": 4096, "mask": "causal"},
-    names=NAMES,
+    "Backward, 4,096 tokens, head_dim 128, bfloat16",
+    speeds_in_words,
+    speed_bars,
 )
 
 # %%
-
-# Reading
-skipping = ladder.milliseconds_at("all tiles", mask="causal")
-skipping /= ladder.milliseconds_at("Kernel Book", mask="causal")
-lab.read(
-    f"**Skipping tiles pays.** With a causal mask, two sweeps over all tiles take {skipping:.2f} "
-    f"times as long as two sweeps that skip."
-    if skipping > 1.02
-    else f"With a causal mask, two sweeps over all tiles take {skipping:.2f} times as long as two "
-    f"sweeps that skip."
-)
-
-# %%
-# **The libraries** are two backends of PyTorch's ``scaled_dot_product_attention`` (SDPA): *flash*,
-# which is FlashAttention 2, and *cuDNN*, NVIDIA's own; then FlexAttention, and FlashAttention in
-# its version 4. Here are three lengths:
 
 
 # Measuring
@@ -1276,38 +1312,8 @@ def providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
     return {"matmul": matmul()} | others | versions(inputs, do, is_causal)
 
 
-# %%
-
 LENGTHS = (1024, 4096, 16384)
 backward = lab.bench("backward", points([*LENGTHS]), providers, **BACKWARD)
-lab.plot(
-    backward,
-    "Backward, head_dim 128, full, bfloat16",
-    where={"head_dim": 128, "mask": "full"},
-    names=NAMES,
-)
-
-# %%
-
-# Folded: The three lengths with a causal mask, and with head_dim 64
-lab.plot(
-    backward,
-    "Backward, head_dim 128, causal, bfloat16",
-    where={"head_dim": 128, "mask": "causal"},
-    names=NAMES,
-)
-lab.plot(
-    backward,
-    "Backward, head_dim 64, full, bfloat16",
-    where={"head_dim": 64, "mask": "full"},
-    names=NAMES,
-)
-lab.plot(
-    backward,
-    "Backward, head_dim 64, causal, bfloat16",
-    where={"head_dim": 64, "mask": "causal"},
-    names=NAMES,
-)
 
 # %%
 
@@ -1320,6 +1326,107 @@ def measured_at(*lengths, head_dims=(64, 128)):
     ]
 
 
+everywhere = measured_at(*LENGTHS)
+all_rates = [
+    {name: backward.rate(name, **point) for name in (*MODES, *LIBRARIES)}
+    for point in everywhere
+]
+measured = [
+    name for name in LIBRARIES if all(rate[name] == rate[name] for rate in all_rates)
+]
+
+# %%
+
+# Reading
+share = {
+    (name, mask): 100 * ladder.share(name, mask=mask)
+    for name in RUNGS
+    for mask in ("full", "causal")
+}
+won = [
+    share["Kernel Book", mask] > 1.01 * share["Kernel Book, one sweep", mask]
+    for mask in ("full", "causal")
+]
+compiled, full = (share[name, "full"] for name in ("torch.compile", "Kernel Book"))
+skipping = ladder.milliseconds_at("all tiles", mask="causal")
+skipping /= ladder.milliseconds_at("Kernel Book", mask="causal")
+
+
+def order(sweep):
+    """The rungs with each mask, from slow to fast."""
+    masks = ("full", "causal")
+    return [sorted(RUNGS, key=lambda r: sweep.share(r, mask=m)) for m in masks]
+
+
+alike = [
+    other.provenance["gpu"].split()[1]
+    for other in ladder.elsewhere
+    if order(other) == order(ladder)
+]
+lab.read(
+    (
+        "**Two sweeps beat one** with either mask, although they execute two matmuls more. "
+        if all(won)
+        else "**Two sweeps do not always beat one.** "
+    )
+    + f"Under a causal mask it pays to skip tiles: over all of them, two sweeps take "
+    f"{skipping:.2f} times as long. "
+    + "".join(f"On an {gpu} the order is the same. " for gpu in alike)
+    + (
+        "But without a mask the compiled formula is ahead of both versions. How can three lines of "
+        "PyTorch be faster than our kernels?"
+        if compiled > 1.01 * full
+        else ""
+    )
+)
+
+# %%
+
+# Reading
+took = {
+    (name, mask): backward.milliseconds_at(name, seqlen=4096, head_dim=128, mask=mask)
+    for name in measured
+    for mask in ("full", "causal")
+}
+by_compiler = {
+    mask: ladder.milliseconds_at("torch.compile", mask=mask)
+    for mask in ("full", "causal")
+}
+near = {name: abs(took[name, "full"] / by_compiler["full"] - 1) for name in measured}
+twin = min(near, key=near.get, default="none")
+lab.read(
+    "**The compiler replaces these three lines.** `torch.compile` searches PyTorch code for "
+    "attention, and puts `scaled_dot_product_attention` (SDPA), PyTorch's fused attention, in its "
+    "place. "
+    + (
+        f"The time agrees: without a mask its code takes {by_compiler['full']:.2f} ms, and {twin} "
+        f"{took[twin, 'full']:.2f}. With a causal mask its code takes "
+        f"{by_compiler['causal']:.2f} ms and {twin} {took[twin, 'causal']:.2f}, so that form seems "
+        f"not to be found."
+        if near.get(twin, nan) < 0.02
+        and 2 * share["torch.compile", "causal"]
+        < min(compiled, share["Kernel Book", "causal"])
+        else ""
+    )
+)
+
+# %%
+# **The libraries** are two backends of SDPA, *flash* (FlashAttention 2) and *cuDNN* (NVIDIA's own),
+# FlexAttention, and FlashAttention 4. Pale bands hold the middle 60 percent of the runs:
+
+# Drawing
+lab.plot(
+    backward,
+    "Backward, head_dim 128, without a mask, bfloat16",
+    share=True,
+    where={"head_dim": 128, "mask": "full"},
+    names=NAMES,
+)
+
+# %%
+
+
+# Measuring
 speeds = []
 for point in measured_at(16384, head_dims=(128, 64)):
     rates = {name: backward.rate(name, **point) for name in (*MODES, *LIBRARIES)}
@@ -1332,58 +1439,54 @@ for point in measured_at(16384, head_dims=(128, 64)):
 
 # %%
 
-# Measuring
-hosted = lab.host_times(
-    {
-        "Kernel Book": lambda q, k, v: attention(q, k, v, is_causal=True),
-        "PyTorch": lambda q, k, v: F.scaled_dot_product_attention(
-            q, k, v, is_causal=True
-        ),
-    },
-    *torch.ones(3, 1, 2, 128, 64, device=runtime.DEVICE).bfloat16(),
-)
-
-# %%
-
-# Folded: Two sweeps, one sweep and the fastest library at 16,384 tokens
-lab.table(speeds, "TFLOP/s at 16,384 tokens")
-
-# %%
 
 # Reading
-everywhere = measured_at(*LENGTHS)
-rates = [
-    {name: backward.rate(name, **point) for name in (*MODES, *LIBRARIES)}
-    for point in everywhere
-]
+def at_points(name, behind="Kernel Book"):
+    """The points at which a version or library is ahead by more than 1 %."""
+    return [
+        point
+        for point, rate in zip(everywhere, all_rates, strict=True)
+        if rate[name] > 1.01 * rate[behind]
+    ]
 
 
-def points_where(ahead, behind):
-    """Where one is ahead by more than 1 %."""
-    return sum(rate[ahead] > 1.01 * rate[behind] for rate in rates)
+def in_short(points_shown):
+    """Points in words, those that differ in their length alone together."""
+    lengths = {}
+    for point in points_shown:
+        at = f"head_dim {point['head_dim']}, {point['mask']}"
+        lengths.setdefault(at, []).append(f"{point['seqlen']:,}")
+    return "; ".join(f"{at}, {' and '.join(n)} tokens" for at, n in lengths.items())
 
 
-def of_all(count):
-    return f"{'all' if count == len(rates) else f'{count} of'} {len(rates)} points"
+def how_often(name):
+    ahead, behind = (len(found) for found in (at_points(name), left[name]))
+    if not behind:
+        return f"{name} is ahead at all of them"
+    if behind > 3:
+        return f"{name} is ahead at {ahead}"
+    return f"{name} is ahead at all but {behind} ({in_short(left[name])})"
 
 
-measured = [
-    name for name in LIBRARIES if all(rate[name] == rate[name] for rate in rates)
-]
-ahead = {name: points_where(name, "Kernel Book") for name in measured}
-beaten = [n for n in measured if points_where("Kernel Book", n) == len(rates)]
+left = {name: [p for p in everywhere if p not in at_points(name)] for name in measured}
+losses = sorted(filter(at_points, measured), key=lambda name: len(left[name]))
+beaten = [n for n in measured if len(at_points("Kernel Book", n)) == len(all_rates)]
+slower_ones = [*beaten, "one sweep"]
+if len(at_points(*MODES)) < len(all_rates):
+    slower_ones = beaten
+listed = " and ".join(filter(None, [", ".join(slower_ones[:-1]), *slower_ones[-1:]]))
 ratios = [  # of the fastest library to us
     max((rate[name] for name in LIBRARIES if rate[name] == rate[name]), default=nan)
     / rate["Kernel Book"]
-    for rate in rates
+    for rate in all_rates
 ]
-losses = " and ".join(f"{name} at {of_all(n)}" for name, n in ahead.items() if n)
-slower_ones = [*beaten, "one sweep"] if points_where(*MODES) == len(rates) else beaten
-listed = " and ".join(filter(None, [", ".join(slower_ones[:-1]), *slower_ones[-1:]]))
+most = ratios.index(max(ratios))
 lab.read(
     (
-        f"**Two sweeps are behind {losses}**. The fastest library is up to {max(ratios):.2f} times "
-        f"as fast. "
+        f"**Two sweeps are behind the best libraries.** Over three lengths, two head_dims and "
+        f"both masks ({len(all_rates)} points), "
+        f"{', and '.join(map(how_often, losses))}. At most, the fastest library is "
+        f"{ratios[most]:.2f} times as fast ({in_short([everywhere[most]])}). "
         if losses
         else ""
     )
@@ -1435,57 +1538,61 @@ fixed_wins = not unlike.get(FIXED, 1) and speed[FIXED] > 1.01 * max(
     in_figure, speed["Kernel Book"]
 )
 lab.read(
-    f"**Nor are the same bits ours alone.** FlashAttention's deterministic mode repeats its bits, "
-    f"too, and is faster: at 4,096 tokens with a causal mask it reaches {speed[FIXED]:.0f} TFLOP/s "
-    f"where two sweeps reach {speed['Kernel Book']:.0f}, both with a warm cache and shorter "
-    f"pauses; in the causal figure two sweeps reach {in_figure:.0f}."
+    f"**Others repeat their bits as well.** FlashAttention's deterministic mode gave the same `dq` "
+    f"in 20 runs, and is {speed[FIXED] / speed['Kernel Book']:.2f} times as fast as two sweeps "
+    f"(4,096 tokens, causal, timed in one loop)."
     if fixed_wins
     else "**Which libraries give the same bits in every run?** The table below says so."
 )
 
 # %%
-
-# Folded: Whose dq differs between runs, and speeds with a warm cache and shorter pauses
-others
+# With a shared sum the order is fixed if each program waits for its turn to add, as in
+# :doc:`/chapters/attention_hopper_backward`.
 
 # %%
 
-# Reading
-alike = {
-    name: backward.milliseconds_at(name, seqlen=4096, head_dim=128, mask="full")
-    for name in measured
-}
-by_compiler = ladder.milliseconds_at("torch.compile", mask="full")
-twin = min(alike, key=lambda name: abs(alike[name] / by_compiler - 1), default="none")
-lab.read(
-    f"**And `torch.compile`?** Without a mask, at 4,096 tokens, its code takes "
-    f"{by_compiler:.2f} ms, and {twin} {alike[twin]:.2f}, because the compiler searches PyTorch "
-    f"code for attention, and replaces what it finds by SDPA. It does not know the causal form, "
-    f"and falls far behind two sweeps there."
-    if abs(alike.get(twin, nan) / by_compiler - 1) < 0.02
-    and 2 * share["torch.compile", "causal"]
-    < min(compiled, share["Kernel Book", "causal"])
-    else "The compiler searches PyTorch code for attention, and replaces what it finds by SDPA."
+# Folded: The causal mask and head_dim 64, speeds at 16,384 tokens, and whose dq differs
+lab.plot(
+    backward,
+    "Backward, head_dim 128, causal, bfloat16",
+    share=True,
+    where={"head_dim": 128, "mask": "causal"},
+    names=NAMES,
 )
-
-# %%
-
-# Reading
-on_host = {row["pass"]: row for row in hosted.rows}.get("forward and backward", {})
-lab.read(
-    f"A forward and backward pass of ours also takes the host "
-    f"{on_host['Kernel Book (µs)'] / on_host['PyTorch (µs)']:.1f} times as long as PyTorch's."
-    if on_host
-    else "What a call costs the host is not recorded yet."
+lab.plot(
+    backward,
+    "Backward, head_dim 64, without a mask, bfloat16",
+    share=True,
+    where={"head_dim": 64, "mask": "full"},
+    names=NAMES,
+)
+lab.plot(
+    backward,
+    "Backward, head_dim 64, causal, bfloat16",
+    share=True,
+    where={"head_dim": 64, "mask": "causal"},
+    names=NAMES,
+)
+lab.together(
+    lab.read(
+        "Every point has 16,384 tokens in all, and heads times head_dim is 2,048. The backward "
+        "pass reads five matrices of d columns (`q`, `k`, `v`, `out` and `do`) and writes three. "
+        "Each of its five matmuls is 2 N² d FLOPs for N queries and keys. In 16 bits, this is 10 "
+        "N² d FLOPs on 16 N d bytes, or 5 N / 8 per byte, and the GPU reaches, in a matmul and in "
+        "a copy:"
+    ),
+    machine,
+    lab.table(speeds, "TFLOP/s at 16,384 tokens"),
+    others,
 )
 
 # %%
 # Why one sweep loses here
 # ------------------------
 #
-# One sweep executes five matmuls where two sweeps execute seven, and yet it takes longer. To see
-# where its time goes, we time ``dk`` and ``dv`` alone, in the tiles of either version. For one
-# sweep, ``dq`` is what the full run takes beyond that:
+# One sweep executes fewer matmuls, and yet it takes longer. To see where its time goes, we time
+# ``dk`` and ``dv`` alone, in the tiles of either version. For one sweep, ``dq`` is what the full
+# run takes beyond that:
 
 
 # Measuring
@@ -1532,65 +1639,9 @@ def parts_of_the_work(seqlen=16384):
 
 # %%
 
-# Folded: The tiles of each
+# Measuring
 parts = lab.measure(
     "Parts of the work, 16,384 tokens, 16 heads of 128", parts_of_the_work
-)
-parts
-
-# %%
-
-
-# Drawing
-SIZE = {"seqlen": 16384, "head_dim": 128, "mask": "full"}
-
-
-def segments_of(rows):
-    """For each version, its parts as (milliseconds, what it is, matmuls)."""
-    ms = {(row["computes"], row["tuned for"]): round(row["ms"], 1) for row in rows}
-    first, again = ms["dk, dv", "dkdv"], ms["dq", "dq"]
-    wide, everything = ms["dk, dv", "all"], ms["dk, dv, dq", "all"]
-    return {
-        "two sweeps": [(first, "dk, dv", "4 matmuls"), (again, "dq", "3 matmuls")],
-        "one sweep": [
-            (wide, "dk, dv", "4 matmuls"),
-            (everything - wide, "dq", "1 matmul, adding"),
-        ],
-    }
-
-
-def time_bars(axes, rows):
-    versions_shown = segments_of(rows)
-    inks = [lab.colour(name) for name in ("Kernel Book", "PyTorch", "matmul")]
-    for place, found in enumerate(versions_shown.values()):
-        begin = 0.0
-        for number, (took, what, matmuls) in enumerate(found):
-            ink = inks[number]
-            axes.barh(place, took, 0.6, begin, color=ink, alpha=0.25, edgecolor=ink)
-            words = {"ha": "center", "va": "center", "fontsize": 10}
-            text = f"{what}\n{matmuls}\n{took:.1f} ms"
-            axes.text(begin + took / 2, place, text, **words)
-            begin += took
-    axes.set_yticks(range(len(versions_shown)), versions_shown)
-    axes.set_ylim(1.5, -0.5)
-    axes.figure.set_figheight(3.0)
-    axes.grid(axis="y", visible=False)
-    axes.set_xlabel("milliseconds")
-
-
-def describe_bars(rows):
-    found = (
-        f"{name}: " + ", ".join(f"{what} {took:.1f} ms" for took, what, _ in segments)
-        for name, segments in segments_of(rows).items()
-    )
-    return f"Two bars, cut into parts. {'; '.join(found)}."
-
-
-lab.draw(
-    parts,
-    "Parts of the work, 16,384 tokens, 16 heads of 128",
-    describe_bars,
-    time_bars,
 )
 
 # %%
@@ -1623,7 +1674,8 @@ facts = lab.facts(
 
 # %%
 
-# Reading
+# Measuring
+SIZE = {"seqlen": 16384, "head_dim": 128, "mask": "full"}
 took = {  # as the figure shows it
     (row["computes"], row["tuned for"]): round(row["ms"], 1) for row in parts.rows
 }
@@ -1631,43 +1683,9 @@ tile_of = {row["tuned for"]: row["tile"].split(" × ") for row in parts.rows}
 keys_at_once = {name: int(sides[1]) for name, sides in tile_of.items()}
 two, one = (took.get(("dk, dv", tiles), nan) for tiles in ("dkdv", "all"))
 whole = took.get(("dk, dv, dq", "all"), nan)
-adding, fifth = whole - one, one / 4
+adding, fifth = whole - one, round(one / 4, 1)
 saved = took.get(("dq", "dq"), nan)
-lab.read(
-    f"**The fifth matmul is not to blame.** At the pace of the other four it would take "
-    f"{fifth:.1f} ms, but the second part of the bar takes {adding:.1f}. The rest comes with "
-    f"adding `dq` in memory."
-    if adding > 2 * fifth
-    else f"The fifth matmul and the additions take {adding:.1f} ms."
-)
-
-# %%
-
-# Reading
-times = keys_at_once["all"] / keys_at_once["dkdv"] if tile_of else nan
-lab.read(
-    f"The first part is slower than that of two sweeps, too: its tiles have "
-    f"{keys_at_once['all']} keys instead of {keys_at_once['dkdv']}. With smaller tiles there would "
-    f"be {'twice' if times == 2 else f'{times:.1f} times'} as much to add, because each tile of "
-    f"keys adds to all of `dq`."
-    if tile_of and one > two and times > 1
-    else f"In the tiles of one sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}."
-)
-
-# %%
-
-# Folded: Two sweeps in one call, beside their parts
 together = backward.milliseconds_at("Kernel Book", **SIZE)
-lab.read(
-    f"In one call, as in the last section, two sweeps take {together:.1f} ms, and not the "
-    f"{two + saved:.1f} of their two parts. We do not know why."
-    if abs(together - two - saved) > 0.1
-    else "The parts of two sweeps add up to what they took in one call."
-)
-
-# %%
-
-# Measuring
 added, gigabytes = {}, {}
 for head_dim in (64, 128):
     tile = tuned.HOPPER["all", head_dim, 2]
@@ -1680,51 +1698,108 @@ for head_dim in (64, 128):
         "Kernel Book, one sweep", **point
     )
 at_that_rate = round(gigabytes[128] / added[64], 1)
-at_once = one + round(fifth, 1)
+at_once = one + fifth
 spilling = [row["case"] for row in facts.rows if row["spills"]]
 in_turn = at_once + at_that_rate
 
 # %%
 
-# Reading
-lab.read(
-    f"**Do the matmuls hide the additions?** At head_dim 64, the same kernel adds "
-    f"{added[64]:.1f} TB/s to memory. At head_dim 128 all programs together add "
-    f"{gigabytes[128]:.0f} GB, and if nothing overlaps, the times have to add up:"
-)
 
-# %%
-lab.table(
-    [
-        {"part of one sweep": "four matmuls, timed alone", "ms": one},
-        {"part of one sweep": "a fifth, at their pace", "ms": round(fifth, 1)},
-        {
-            "part of one sweep": "additions, at that rate",
-            "ms": at_that_rate,
-        },
-        {"part of one sweep": "sum", "ms": round(in_turn, 1)},
-        {"part of one sweep": "one sweep, measured", "ms": whole},
-    ],
-    "One sweep, as if nothing in it overlapped",
-)
+# Drawing
+def segments_of(rows):
+    """For each version, its parts as (milliseconds, what it is, how)."""
+    ms = {(row["computes"], row["tuned for"]): round(row["ms"], 1) for row in rows}
+    first, again = ms["dk, dv", "dkdv"], ms["dq", "dq"]
+    wide, everything = ms["dk, dv", "all"], ms["dk, dv, dq", "all"]
+    found = {
+        "two sweeps": [(first, "dk, dv", "4 matmuls"), (again, "dq", "3 matmuls")],
+        "one sweep": [
+            (wide, "dk, dv", "4 matmuls"),
+            (everything - wide, "dq", "1 matmul, adding"),
+        ],
+    }
+    if rows is parts.rows:  # of another GPU, the rate of the additions is not at hand
+        found["one sweep,\nestimated"] = [
+            (wide, "dk, dv", "4 matmuls"),
+            (fifth, "dq", "1"),
+            (at_that_rate, "additions", "if not hidden"),
+        ]
+    return found
 
-# %%
 
-# Reading
-lab.read(
-    (
-        "The sum comes close to what one sweep takes, which suggests that the matmuls hide few of "
-        "the additions. "
-        if 0.85 < in_turn / whole < 1.05
-        else "The sum is not what one sweep takes, so it explains only a part. "
+def time_bars(axes, rows):
+    shown = segments_of(rows)
+    inks = [lab.colour(name) for name in ("Kernel Book", "PyTorch", "matmul")]
+    for place, found in enumerate(shown.values()):
+        begin = 0.0
+        for number, (took, what, how) in enumerate(found):
+            ink = inks[number]
+            axes.barh(place, took, 0.6, begin, color=ink, alpha=0.25, edgecolor=ink)
+            words = {"ha": "center", "va": "center", "fontsize": 10}
+            text = f"{what}\n{how}\n{took:.1f}" + " ms" * (took > 3)
+            axes.text(begin + took / 2, place, text, **words)
+            begin += took
+        axes.text(begin + 0.2, place, f"{begin:.1f}", va="center", fontsize=10)
+    if len(shown) == 3:
+        axes.plot((at_once, at_once), (1.4, 2.45), color=inks[2], linestyle="--")
+        said = f"{at_once:.1f}: the matmuls alone"
+        axes.text(at_once + 0.2, 1.5, said, va="center", fontsize=10)
+    axes.set_yticks(range(len(shown)), shown)
+    axes.set(xlim=(0, 20.5), ylim=(len(shown) - 0.5, -0.5), xlabel="milliseconds")
+    axes.figure.set_figheight(3.9)
+    axes.grid(axis="y", visible=False)
+
+
+def describe_bars(rows):
+    found = (
+        f"{' '.join(name.split())}: "
+        + ", ".join(f"{what} {took:.1f} ms" for took, what, _ in segments)
+        for name, segments in segments_of(rows).items()
     )
-    + "This is no proof: the rate counts the whole run at head_dim 64, matmuls included, so "
-    "the estimate of the additions is an upper one"
+    return f"Bars, cut into parts. {'; '.join(found)}."
+
+
+lab.draw(
+    parts,
+    "Parts of the work, 16,384 tokens, without a mask, bfloat16",
+    describe_bars,
+    time_bars,
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"**The fifth matmul alone does not explain it.** At the pace of the other four it would take "
+    f"{fifth:.1f} of the {adding:.1f} ms. The other {adding - fifth:.1f} come with what the full "
+    f"run does besides: it transposes dS and adds `dq` in memory."
     + (
-        ". And this kernel is the only one on the page that spills registers to memory; we have "
-        "not measured what that costs."
+        " Its kernel is also the only one here that spills registers to memory."
         if spilling == ["head_dim 128, one sweep"]
-        else "."
+        else ""
+    )
+    if adding > 2 * fifth
+    else f"The fifth matmul and the additions take {adding:.1f} ms."
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"**The estimate** takes the additions as if no matmul hid them. All programs together add "
+    f"{gigabytes[128]:.0f} GB, and at head_dim 64 the same kernel adds {added[64]:.1f} TB/s, which "
+    f"makes {at_that_rate:.1f} ms. "
+    + (
+        f"The sum, {in_turn:.1f} ms, comes close to the {whole:.1f} measured, which suggests that "
+        f"few of the additions are hidden. "
+        if 0.85 < in_turn / whole < 1.05
+        else f"The sum, {in_turn:.1f} ms, is not the {whole:.1f} measured, so it explains only a "
+        f"part. "
+    )
+    + (
+        f"If all were, one sweep would take {at_once:.1f} ms, and beat two."
+        if at_once < min(two + saved, together)
+        else f"The five matmuls alone take {at_once:.1f} ms, and do not clearly beat two sweeps."
     )
 )
 
@@ -1732,18 +1807,14 @@ lab.read(
 
 # Reading
 lab.read(
-    f"If the additions were hidden, one sweep would take as long as its matmuls, {at_once:.1f} ms, "
-    f"and beat two."
-    if at_once < min(two + saved, together)
-    else f"The five matmuls alone take {at_once:.1f} ms, and do not clearly beat two sweeps."
+    f"**This is no proof,** because no run isolates the additions. The {added[64]:.1f} TB/s are "
+    f"those of a whole run, matmuls included, so the additions may cost less than "
+    f"{at_that_rate:.1f} ms. Then something else fills the gap, such as the spills."
 )
 
 # %%
-# **Could another program hide them?** While one program on an SM adds, another can multiply.
 
-# %%
-
-# Folded: The programs that fit on an SM
+# Folded: Tiles, registers and spills, and how many programs fit on an SM
 SM = {"registers": 65_536, "shared memory": 228 * 1024}  # of Hopper
 if not runtime.INTERPRETED:
     gpu = torch.cuda.get_device_properties(runtime.DEVICE)
@@ -1802,10 +1873,6 @@ def boxes(axes, rows):
 
 
 lab.draw(facts, "The programs that fit on an SM", in_words, boxes)
-
-# %%
-
-# Reading
 fits = {(row["case"], row["kernel"]): room(row)[1] for row in facts.rows}
 once = fits.get(("head_dim 128, one sweep", "dkdv_kernel"), nan)
 small = fits.get(("head_dim 64, one sweep", "dkdv_kernel"), nan)
@@ -1814,24 +1881,40 @@ relative_speed = {
     for row in speeds
     if row["mask"] == "full"
 }
-lab.read(
-    f"At head_dim 64, {small:.0f} programs of one sweep fit, and it reaches "
-    f"{relative_speed[64]:.0f} % of the speed of two sweeps at 16,384 tokens without a mask. "
-    f"At head_dim 128 only {once:.0f} fits, and it reaches {relative_speed[128]:.0f} %. That "
-    f"agrees, but tiles and spills differ, too."
-    if small > once and relative_speed[64] > relative_speed[128]
-    else f"At head_dim 64, {small:.0f} programs of one sweep fit, and at 128 {once:.0f}."
+wider = keys_at_once["all"] / keys_at_once["dkdv"] if tile_of else nan
+lab.together(
+    lab.read(
+        f"The first part of one sweep takes {one:.1f} ms, and that of two sweeps {two:.1f}. They "
+        f"differ in their tiles and warps: {keys_at_once['all']} keys instead of "
+        f"{keys_at_once['dkdv']}. Smaller tiles would make {wider:.0f} times as many additions, "
+        f"because every tile of keys adds to all of `dq`."
+        if tile_of and one > two and wider > 1
+        else f"In the tiles of one sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}."
+    ),
+    parts,
+    lab.read(
+        f"In one call, as in the last section, two sweeps take {together:.1f} ms, and not the "
+        f"{two + saved:.1f} of their two parts. We do not know why."
+        if abs(together - two - saved) > 0.1
+        else "The parts of two sweeps add up to what they took in one call."
+    ),
+    lab.read(
+        f"**Could another program hide the additions?** While one program on an SM adds, another "
+        f"can multiply. At head_dim 64, {small:.0f} programs of one sweep fit, and it reaches "
+        f"{relative_speed[64]:.0f} % of the speed of two sweeps at 16,384 tokens without a mask. "
+        f"At head_dim 128 it is {once:.0f}, and {relative_speed[128]:.0f} %. That fits, but it is "
+        f"no test: tiles and spills differ between the two as well."
+        if small > once and relative_speed[64] > relative_speed[128]
+        else f"At head_dim 64, {small:.0f} programs of one sweep fit, and at 128 {once:.0f}."
+    ),
+    facts,
 )
-
-# %%
-
-# Folded: What the compiler made of the kernels: registers, shared memory and spills
-facts
 
 # %%
 # **The way out** is to hide the additions *within* a program. In
 # :doc:`/chapters/attention_hopper_backward`, groups of warps load, multiply and add at the same
 # time.
+
 
 # Reading
 later = find("attention_hopper_backward") or {"sweeps": {}}
@@ -1865,21 +1948,46 @@ lab.read(
 )
 
 # %%
-# .. dropdown:: Which version a call runs
-#
-#    In plain Triton (``backend="triton"``) it is two sweeps, because one sweep was slower at all
-#    points above, which are in bfloat16; the other dtypes follow.
-#    ``deterministic=False`` asks for one sweep. Without a ``backend``, 16-bit inputs on Hopper run
-#    the one sweep of the later chapter, where a table there says so.
+
+# Measuring
+hosted = lab.host_times(
+    {
+        "Kernel Book": lambda q, k, v: attention(q, k, v, is_causal=True),
+        "PyTorch": lambda q, k, v: F.scaled_dot_product_attention(
+            q, k, v, is_causal=True
+        ),
+    },
+    *torch.ones(3, 1, 2, 128, 64, device=runtime.DEVICE).bfloat16(),
+)
+
+# %%
+
+# Folded: Which version a call runs, and what it costs the host
+on_host = {row["pass"]: row for row in hosted.rows}.get("forward and backward", {})
+lab.together(
+    lab.read(
+        'In plain Triton (`backend="triton"`) a call runs two sweeps, because one sweep was slower '
+        "at all points above, which are in bfloat16; the other dtypes follow. "
+        "`deterministic=False` asks for one sweep. Without a `backend`, 16-bit inputs on Hopper "
+        "run the one sweep of the later chapter, where a table there says so."
+    ),
+    lab.read(
+        f"The host spends {on_host['Kernel Book (µs)'] / on_host['PyTorch (µs)']:.1f} times as "
+        f"long on a forward and backward pass of ours as on PyTorch's SDPA."
+        if on_host
+        else "What a call costs the host is not recorded yet."
+    ),
+    hosted,
+)
 
 # %%
 # What breaks it
 # --------------
 #
-# Each of these mistakes runs without an error. Here are the gradients by the formula, first right
-# and then with one mistake at a time:
+# Each of these mistakes in the formulas runs without an error:
 
 
+# Measuring
 def with_mistake(q, k, v, do, mistake):
     scale, factor = q.shape[-1] ** -0.5, log2e
     s = scale * q @ k.mT
@@ -1927,9 +2035,9 @@ lab.table(rows, "Relative error of the three gradients, float32")
 # the last.
 
 # %%
-# **A forgotten mask** does not crash, either. The kernel of Triton's tutorial was always causal in
-# its backward pass (`issue 4541 <https://github.com/triton-lang/triton/issues/4541>`__), and its
-# test, always causal, too, did not notice:
+# **A forgotten mask** does not crash. The backward pass of Triton's tutorial was always causal
+# (`issue 4541 <https://github.com/triton-lang/triton/issues/4541>`__), and so was its test, which
+# therefore did not notice:
 
 # Measuring
 q, k, v, do = torch.randn(4, 2, 2, 100, 32, device=runtime.DEVICE).unbind()
@@ -1947,21 +2055,25 @@ for forward_mask in (False, True):
         for name, ours, truth in zip(("dq", "dk", "dv"), grads, truths, strict=True):
             row[name] = f"{relative(ours, truth):.1e}"
         rows.append(row)
-lab.table(rows, "Relative error, when the two passes do not have the same mask")
-
-# %%
-# The errors are largest where backward sees more keys than forward did: ``lse`` lacks these keys,
-# so every row of :math:`e^{s - \mathrm{lse}}` but the last sums to more than 1.
+apart = [row for row in rows if row["forward"] != row["backward"]]
+lab.table(apart, "Relative error, when the two passes do not have the same mask")
 
 # %%
 
-# Folded: What a row of such weights sums to
+# Reading
 s = 32**-0.5 * q.double() @ k.double().mT
 _, lse = reference.attention(q, k, v, True)
-sums = (s - lse[..., None]).exp().sum(-1)[0, 0]
-lab.table(
-    [{"query": i, "sum of its weights": f"{sums[i]:.2f}"} for i in (0, 1, 10, 50, 99)],
-    "Causal lse with all keys",
+summed = (s - lse[..., None]).exp().sum(-1)[0, 0, 0]
+agreeing = max(
+    float(row[name])
+    for row in rows
+    for name in ("dq", "dk", "dv")
+    if row["forward"] == row["backward"]
+)
+lab.read(
+    f"With the same mask in both passes, no error is above {agreeing:.0e}. The errors are largest "
+    f"where backward sees more keys than forward did: `lse` lacks these keys, so the weights "
+    f"exp(s − lse) of the first query sum to {summed:.0f} instead of 1."
 )
 
 # %%
@@ -1970,19 +2082,22 @@ lab.table(
 #
 # The weights need not be stored, because one number per query, ``lse``, brings them back, and
 # another, ``delta``, stands for the sum over all keys. Two sweeps give each sum a program of its
-# own, and so the same bits in every run, for seven matmuls instead of five. One sweep needs only
-# five, and loses in plain Triton, probably because its matmuls and its additions take turns; what
-# its spills cost, we have not measured.
+# own, and so the same bits in every run, for seven matmuls instead of five. One sweep loses in
+# plain Triton, probably because few of its additions are hidden; what its spills cost, we have not
+# measured.
 
 # Reading
 lab.read(
     ("The best libraries are faster than both" if losses else "No library is faster")
-    + (", and FlashAttention can repeat its bits, too." if fixed_wins else ".")
+    + (
+        ", and FlashAttention can be so with the same bits in every run."
+        if fixed_wins
+        else "."
+    )
 )
 
+
 # %%
-# :doc:`/chapters/attention_in_models` is next, with windows, packed batches and decoding.
-#
 # Exercises
 # ---------
 #

@@ -7,11 +7,9 @@ length. *Must that table ever exist in memory?*
 
 You will learn
 
-- how a softmax can carry a weighted sum along, so that a tile of scores lives for one iteration of
-  a loop;
-- which tiles a causal mask leaves whole, which it cuts, and which the kernel never computes;
-- what the tiles gain over standard attention in memory and in speed, and how the usual mistakes
-  look when they run.
+- how a softmax can carry a weighted sum along, so that no table of scores is needed;
+- which tiles a causal mask leaves whole, which it cuts, and which are never computed;
+- what the tiles gain in memory and in speed, and how the usual mistakes look when they run.
 """
 
 # sphinx_gallery_thumbnail_number = 2
@@ -36,9 +34,10 @@ lab.start("attention_forward", "kernelbook.ops.attention")
 # The problem in PyTorch
 # ----------------------
 #
-# Attention takes queries, keys and values, which are vectors. The dot product of a query and a key
-# measures how well the two match, and is called a *score*. For each query, softmax turns the scores
-# into weights that sum to 1, and the output is the weighted sum of the *values*, one per key.
+# Attention takes queries, keys and values, which are vectors. The dot product of a query and a key,
+# their *score*, measures how well the two match. For each query, softmax turns the scores
+# into weights that sum to 1. Each key has a value, and the output is the sum of the values, each
+# times its key's weight.
 
 # Reading
 three_scores, three_values = torch.tensor([[1.0, 2, 4], [10, 20, 30]])
@@ -72,18 +71,15 @@ def standard_attention(q, k, v, is_causal=False):
 # What the table costs
 # --------------------
 #
-# **Operations.** Take one head with :math:`N` queries, :math:`N` keys and head_dim :math:`D`. It
-# has :math:`N^2` scores, of :math:`D` multiplications and :math:`D` additions each. The second
-# matmul, weights times values, costs the same, so the total is :math:`4\, N^2 D` floating-point
-# operations (FLOPs).
+# **Operations.** One head with :math:`N` queries, :math:`N` keys and head_dim :math:`D` has
+# :math:`N^2` scores, of :math:`D` multiplications and :math:`D` additions each. The second matmul,
+# weights times values, costs the same, so the total is :math:`4\, N^2 D` floating-point operations
+# (FLOPs).
 #
 # **Bytes.** The first matmul writes the scores, softmax reads them and writes the weights, and the
 # second matmul reads the weights. So :math:`N^2` numbers make four trips between the chip and its
-# memory, which is :term:`HBM` on a data-center GPU. Beside them, queries, keys, values and output
-# are small: :math:`N D` numbers each, which make one trip each.
-#
-# **Which of the two sets the pace?** While a GPU moves one byte, it can execute many operations,
-# and a kernel that does fewer per byte waits for memory.
+# memory, :term:`HBM` on a data-center GPU. The other tensors, of :math:`N D` numbers each, make
+# one.
 
 
 # Measuring
@@ -114,15 +110,15 @@ needed = machine.rows[0]["FLOPs per byte"] if machine.rows else nan
 rate_of_table = rows[1]["with the table"] / needed
 most = rows[-1]["with the table"]
 peak = machine.rows[0] if machine.rows else {}
+gpu = machine.provenance["gpu"] if machine.rows else "GPU"
 lab.read(
     f"A matmul by cuBLAS runs at {peak.get('matmul, TFLOP/s', nan)} TFLOP/s and a copy at "
-    f"{peak.get('copy, GB/s', nan):,} GB/s, so this GPU executes {needed:.0f} operations while it "
-    f"moves a byte. Standard attention does at most {most}, because at head_dim 128 each score "
-    f"takes 4 × 128 operations and moves 8 bytes. "
+    f"{peak.get('copy, GB/s', nan):,} GB/s, so the {gpu} executes {needed:.0f} operations while it "
+    f"moves a byte, and a kernel that does fewer waits for memory. Standard attention does at most "
+    f"{most}, because at head_dim 128 each score takes 4 × 128 operations and moves 8 bytes. "
     + (
-        f"At length 4,096, with queries, keys, values and output counted, it does "
-        f"{rows[1]['with the table']}, so memory alone keeps it below {100 * rate_of_table:.0f} % "
-        f"of the speed of a matmul."
+        f"With the other tensors counted it does {rows[1]['with the table']} at length 4,096, so "
+        f"memory alone keeps it below {100 * rate_of_table:.0f} % of the speed of a matmul."
         if most < needed
         else "So memory does not have to slow it."
     )
@@ -138,9 +134,10 @@ lab.table(
 )
 
 # %%
-# **Memory.** The table must also fit, and so must the weights. The figure shows what standard
-# attention allocates beyond inputs and output, for 16 heads. The lower line is a kernel without the
-# table: the package's, which the next chapter builds.
+# **Memory.** Scores and weights must also fit. The figure shows what standard attention allocates
+# beyond inputs and output, for 16 heads. The kernels that this page writes allocate nothing there;
+# that of the package, from the next chapter, keeps one number per query for the backward pass, the
+# :term:`logsumexp`.
 
 package = partial(attention, backend="triton")
 
@@ -175,15 +172,17 @@ memory = lab.measure("Peak memory beyond q, k, v and out", memory_experiment)
 
 
 # Drawing
+MEMORY = {"PyTorch": "standard attention", "Kernel Book": "kernel of the package"}
+
+
 def ends(rows):
-    last = dict(rows[-1])
-    found = (f"{name.removesuffix(', MiB')} {last[name]}" for name in list(last)[1:])
+    last = rows[-1]
+    found = (f"{label} {last[f'{name}, MiB']}" for name, label in MEMORY.items())
     return f"MiB over the length, two lines. At length {last['length']:,}: {', '.join(found)}."
 
 
 def two_lines(axes, rows):
-    names = {"PyTorch": "PyTorch, with the table", "Kernel Book": "Kernel Book"}
-    for (name, label), marker in zip(names.items(), "os", strict=True):
+    for (name, label), marker in zip(MEMORY.items(), "os", strict=True):
         found = [(r["length"], r[f"{name}, MiB"]) for r in rows]
         fitting = [(x, y) for x, y in found if not isinstance(y, str)]
         ink = {"color": lab.colour(name)}
@@ -221,8 +220,8 @@ fails = [r["length"] for r in memory.rows if isinstance(r["PyTorch, MiB"], str)]
 last = fits[-1] if fits else {}
 lab.read(
     f"At length {last.get('length', nan):,} standard attention needs "
-    f"{last.get('PyTorch, MiB', nan) / 1024:,.1f} GiB"
-    + f", and the book's kernel {last.get('Kernel Book, MiB', nan):,.1f} MiB, one number per query."
+    f"{last.get('PyTorch, MiB', nan) / 1024:,.1f} GiB, and the kernel of the package "
+    f"{last.get('Kernel Book, MiB', nan):,.1f} MiB."
     + (f" At {fails[0]:,} standard attention runs out of memory." if fails else "")
 )
 
@@ -231,9 +230,9 @@ lab.read(
 # --------
 #
 # A query needs all keys and all values, but not all at the same time, because a softmax can be
-# computed block by block, as :doc:`/chapters/softmax` shows. So we keep a :term:`tile` of queries,
-# which is a block of consecutive rows, on the chip, and loop over keys and values one tile at a
-# time.
+# computed block by block, as :doc:`/chapters/softmax` shows. So we keep a :term:`tile` of queries
+# on the chip, in :term:`registers <register>` and :term:`shared memory`, and loop over keys and
+# values one tile at a time.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -247,20 +246,24 @@ lab.read(
 #          and out in memory; an arrow brings k and v by the tile to the chip, which holds a tile
 #          each of q, k, v, scores and acc, and two columns m and l.
 #
-# Three things pass from one iteration to the next: for each query the two numbers of online
-# softmax, the maximum ``m`` and the sum ``l``, and ``acc``, the weighted sum of the values so far.
+# For each query, the maximum ``m`` and the sum ``l`` of online softmax pass from one iteration to
+# the next, and ``acc``, the weighted sum of the values so far.
+#
+# **The price.** Every tile of queries reads all keys and values of its head again. A key and its
+# value are :math:`4 D` bytes in 16 bits, for which a tile of :math:`M` queries does :math:`4 M D`
+# operations: :math:`M` per byte, as long as the reads come from memory and not from the :term:`L2`
+# cache.
 
-# %%
-
-# Folded: The price: every tile of queries reads all keys and values again
+# Reading
 tile, l2 = 128, machine.provenance["l2_mib"] if machine.rows else nan
 keys_mib = 2 * 4096 * 128 * 2 / 2**20
 lab.read(
-    f"With {tile} queries in a tile, this leaves {tile} operations per byte. "
+    f"Our kernels will be timed with {tile} queries in a tile. "
     + (
-        f"If every read came from HBM, it would allow {100 * tile / needed:.0f} % of the speed of "
-        f"a matmul. But the programs of a head read the same keys and values, {keys_mib:.0f} MiB "
-        f"at length 4,096, so the GPU's L2 cache of {l2:.0f} MiB can serve most of these reads."
+        f"If every read came from HBM, this would allow {100 * tile / needed:.0f} % of the speed "
+        f"of a matmul. But all tiles of a head read the same {keys_mib:.0f} MiB at length 4,096, "
+        f"so "
+        f"L2, which holds {l2:.0f} MiB, can serve most of these reads."
         if not tile >= needed
         else f"This GPU needs {needed:.0f}, so memory does not hold the tiles back."
     )
@@ -275,7 +278,8 @@ lab.read(
 # ``acc`` is :math:`10\, e^{1-2} + 20\, e^{2-2}`.
 #
 # The next tile brings the score 4, a new maximum. A factor :math:`e^{2-4}`, called ``alpha``, makes
-# both sums relative to 4. Then the new key adds its weight, :math:`e^{4-4} = 1`, and its value 30.
+# both sums relative to 4. The new key adds :math:`p = e^{4-4} = 1`, its weight before the division,
+# to ``l``, and ``p`` times its value 30 to ``acc``.
 
 # Reading
 first_two, m_two = three_scores[:2], three_scores[:2].max()
@@ -286,50 +290,45 @@ l_three, acc_three = l_two * factor + 1, acc_two * factor + three_values[2]
 lab.read(
     f"So `l` becomes {l_two:.3f} · {factor:.3f} + 1 = {l_three:.3f}, and `acc` becomes "
     f"{acc_two:.2f} · {factor:.3f} + 30 = {acc_three:.2f}. In the end `acc / l` is "
-    f"{acc_three / l_three:.1f}, the output from above, and the scores 1 and 2 were not needed "
-    f"again."
+    f"{acc_three / l_three:.1f}, the output from above."
 )
 
 # %%
-# **The running triple.** Let :math:`s_j` be the scores of one query, and :math:`v_j` the values.
-# For the set :math:`A` of the keys seen so far, keep
+# **The loop.** Let :math:`s_j` be the scores of one query and :math:`v_j` the values. For the keys
+# :math:`A` of the tiles so far, we keep a *triple*: the largest score :math:`m_A`, the sum
+# :math:`l_A` of all :math:`e^{s_j - m_A}`, and the sum :math:`acc_A` of all
+# :math:`e^{s_j - m_A}\, v_j`, a vector of :math:`D` numbers. With the next tile :math:`B`, the
+# maximum becomes :math:`m = \max(m_A,\, \max_{j \in B} s_j)`, and the new terms are
+# :math:`p_j = e^{s_j - m}`. The factor :math:`\alpha` makes the terms of :math:`A` relative to
+# :math:`m`, because :math:`e^{s_j - m_A}\, e^{m_A - m} = e^{s_j - m}`:
 #
 # .. math::
 #
 #    \begin{aligned}
-#    m_A &= \max_{j \in A} s_j \\
-#    l_A &= \sum_{j \in A} e^{s_j - m_A} \\
-#    acc_A &= \sum_{j \in A} e^{s_j - m_A}\, v_j
-#    \end{aligned}
-#
-# The first two are numbers; the third, the *accumulator*, is a vector of :math:`D` numbers. Once
-# :math:`A` holds all keys, the output is :math:`acc_A / l_A`, because numerator and denominator
-# share the factor :math:`e^{-m_A}` and it cancels. The code calls the three ``m_i``, ``l_i`` and
-# ``acc``, where i is the query.
-#
-# **The loop.** Let :math:`A` be the tiles so far, :math:`B` the next tile, and :math:`m` the
-# maximum of both. The terms of :math:`A` were computed relative to :math:`m_A`. The factor
-# :math:`\alpha` makes them relative to :math:`m`, because :math:`e^{s_j - m_A}\, e^{m_A - m} =
-# e^{s_j - m}`:
-#
-# .. math::
-#
-#    \begin{aligned}
-#    m &= \max(m_A,\, \max_{j \in B} s_j) \\
 #    \alpha &= e^{m_A - m} \\
-#    p_j &= e^{s_j - m} \\
 #    l &= l_A\, \alpha + \sum_{j \in B} p_j \\
 #    acc &= acc_A\, \alpha + \sum_{j \in B} p_j\, v_j
 #    \end{aligned}
 #
 # The empty set has :math:`m = -\infty`, and both of its sums are 0. Each iteration keeps the triple
-# right, so it is right at the end, however we split the keys.
+# right, however we split the keys. After all keys the output is :math:`acc / l`, because the factor
+# :math:`e^{-m}` of both cancels.
 
 # %%
 # .. dropdown:: The merge of any two sets
 #
-#    The triples of two disjoint sets :math:`A` and :math:`B` become that of :math:`A \cup B` in the
-#    same way, with a factor for each. Let :math:`m` be the larger of the two maxima:
+#    Any two disjoint sets :math:`A` and :math:`B` can be merged in the same way, with a factor for
+#    each. The triple of a set :math:`A` is
+#
+#    .. math::
+#
+#       \begin{aligned}
+#       m_A &= \max_{j \in A} s_j \\
+#       l_A &= \sum_{j \in A} e^{s_j - m_A} \\
+#       acc_A &= \sum_{j \in A} e^{s_j - m_A}\, v_j
+#       \end{aligned}
+#
+#    The triple of :math:`A \cup B` has the larger of the two maxima:
 #
 #    .. math::
 #
@@ -342,6 +341,8 @@ lab.read(
 #    The loop is the case in which the terms of :math:`B` are computed relative to :math:`m` at
 #    once, so that a single factor is left. We verified the merge in float64: 300 keys in 2, 7 and
 #    100 pieces, merged in a random order, give the output of a softmax up to :math:`10^{-13}`.
+#
+# One division at the end is enough, because ``alpha`` rescales ``l`` and ``acc`` alike.
 
 # %%
 
@@ -371,29 +372,9 @@ for pieces in (2, 7, 100):
     assert (acc / l_i - truth).abs().max() < 1e-13
 
 # %%
-# **One division, at the end.** The division by ``l`` can wait until the last tile, because
-# ``alpha`` rescales ``l`` and ``acc`` alike. The package's kernel also stores :math:`m + \log l`,
-# the :term:`logsumexp`, for the backward pass: this is the one number per query above.
-#
-# .. dropdown:: Why not divide in every step?
-#
-#    We could keep the average :math:`acc / l` after every tile, but then the next step would first
-#    have to undo the division:
-#
-#    .. math::
-#
-#       \frac{acc}{l} = \frac{acc_A}{l_A} \cdot \frac{l_A\, \alpha}{l}
-#       + \sum_{j \in B} \frac{p_j}{l}\, v_j
-#
-#    Each tile would also have to scale its :math:`p_j`, which is one more multiplication per score
-#    for the same result. The first FlashAttention divided in every step; FlashAttention-2 divides
-#    once.
-
-# %%
-
-# Folded: Does l start at 0 or at 1?
 
 
+# Measuring
 def sum_after(tiles, l_i):
     m = torch.tensor(-torch.inf)
     for s in tiles:
@@ -417,18 +398,7 @@ rows = [
 ]
 assert len({(row["sees keys"], row["all keys masked"]) for row in rows}) == 1
 without_tiles = ", ".join(row["meets no tile"] for row in rows)
-lab.read(
-    f"Published kernels do both, and for almost every query it makes no difference: the first "
-    f"`alpha` is exp(−∞), so whatever `l` started with is multiplied by zero. Over two tiles, "
-    f"the starts 0, 1 and 5 all end at {rows[0]['sees keys']}, and if all keys are masked, all at "
-    f"{float(rows[0]['all keys masked']):.0f}. The start survives only in a query that meets no "
-    f"tile at all, which ends at {without_tiles}. The division has to be guarded anyway, so the "
-    f"kernel starts at 0, the sum of no terms."
-)
 
-# %%
-
-# Folded: Why the outputs may start as uninitialised memory
 
 empty = torch.empty
 
@@ -438,33 +408,52 @@ def poisoned(*args, **options):
     return x.fill_(float("nan")) if x.is_floating_point() else x
 
 
-rows = []
+poison = []
 for seqlen_q, seqlen_k in ((1, 1), (33, 127), (100, 3)):
     q = torch.randn(1, 2, seqlen_q, 16, device=runtime.DEVICE)
     k, v = torch.randn(2, 1, 2, seqlen_k, 16, device=runtime.DEVICE)
     with mock.patch.object(torch, "empty", poisoned):
         out, lse = attention(q, k, v, is_causal=True, return_lse=True)
     left = (out.isnan().sum() + lse.isnan().sum()).item()
-    rows.append(
-        {"queries": seqlen_q, "keys": seqlen_k, "NaN left in out and lse": left}
-    )
+    poison.append({"lengths": f"{seqlen_q} × {seqlen_k}", "NaN": left})
     assert left == 0
-lengths = ", ".join(f"{row['queries']} × {row['keys']}" for row in rows)
-lab.read(
-    f"`torch.empty` allocates out and lse without writing anything. That is safe, because a kernel "
-    f"runs as many programs in parallel, and each query belongs to exactly one of them, which "
-    f"writes its rows. To verify this, we filled the outputs with NaN before the package's kernel "
-    f"ran on {lengths} queries and keys, which no tile divides: "
-    f"{sum(row['NaN left in out and lse'] for row in rows)} NaN remained."
+
+# %%
+
+# Folded: Three details: when to divide, where l starts, and outputs that start uninitialised
+lab.together(
+    lab.read(
+        "**Why not divide in every step?** We could keep the average `acc / l` after every tile. "
+        "The next step would first have to undo the division, `acc / l = (acc_A / l_A) · "
+        "(l_A · alpha / l) + Σ (p_j / l) · v_j`, and each tile would have to divide its `p_j`, "
+        "which is one more operation per score for the same result. The first FlashAttention "
+        "divided in every step; FlashAttention-2 divides once."
+    ),
+    lab.read(
+        f"**Does l start at 0 or at 1?** Published kernels do both, and for almost every query it "
+        f"makes no difference: the first `alpha` is exp(−∞), so whatever `l` started with is "
+        f"multiplied by zero. Over two tiles, the starts 0, 1 and 5 all end at "
+        f"{rows[0]['sees keys']}, and if all keys are masked, all at "
+        f"{float(rows[0]['all keys masked']):.0f}. The start survives only in a query that meets "
+        f"no tile at all, which ends at {without_tiles}. The division has to be guarded anyway, so "
+        f"the kernel starts at 0, the sum of no terms."
+    ),
+    lab.read(
+        f"**Outputs start as uninitialised memory,** because `torch.empty` allocates them without "
+        f"writing anything. That is safe: a kernel runs as many programs in parallel, and each "
+        f"query belongs to exactly one of them, which writes its row. To verify this, we filled "
+        f"output and logsumexp with NaN before the kernel of the package ran on "
+        f"{', '.join(row['lengths'] for row in poison)} queries and keys, which no tile divides: "
+        f"{sum(row['NaN'] for row in poison)} NaN remained."
+    ),
 )
 
 # %%
 # Tiles in plain PyTorch
 # ----------------------
 #
-# This is the whole loop for one tile of queries, of shape (queries, head_dim), without a mask and
-# with a scale of 1. Its lines are those of the mathematics; ``amax(1)`` is the largest score of
-# each query. After each tile it prints what its first query remembers.
+# This is the loop for one tile of queries, without a mask and with a scale of 1. After each tile it
+# prints what its first query remembers.
 
 
 def one_tile_of_queries(q, k, v, block):
@@ -487,7 +476,7 @@ def one_tile_of_queries(q, k, v, block):
 
 # %%
 # With head_dim 1 and a query of 1, the keys are the scores, so this is the example of three keys in
-# tiles of two. At the first tile ``alpha`` is :math:`e^{-\infty} = 0`:
+# tiles of two.
 
 three_keys = torch.tensor([[1.0], [2.0], [4.0]])
 their_values = torch.tensor([[10.0], [20.0], [30.0]])
@@ -495,6 +484,11 @@ out = one_tile_of_queries(torch.ones(1, 1), three_keys, their_values, block=2)
 print(f"out {out.item():.3f}")
 
 # %%
+# The animation runs this loop for four queries, with four keys in a tile and head_dim 2. Its tile 3
+# is partly masked and its last two are never loaded (see causal stages).
+#
+# .. animation:: attention_loop
+#
 # .. dropdown:: The package's version: all tiles, heads and masks
 #
 #    It is this loop inside one over tiles of queries. ``key_tiles`` lists the tiles of keys that a
@@ -510,40 +504,15 @@ print(f"out {out.item():.3f}")
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiled.py
 #       :pyobject: key_tiles
-#
-# The package's version and both kernels below are checked against float64: their error may be four
-# times that of standard attention in the same dtype, and no more.
-
-
-# Measuring
-def tiled_cases():
-    for seqlen_q, seqlen_k, is_causal in (
-        (100, 100, False),
-        (100, 100, True),
-        (40, 90, True),
-    ):
-        q = torch.randn(2, 3, seqlen_q, 32, device=runtime.DEVICE)
-        k, v = torch.randn(2, 2, 3, seqlen_k, 32, device=runtime.DEVICE)
-        ours = tiled_attention(q, k, v, is_causal=is_causal, block_m=32, block_n=16)
-        theirs = standard_attention(q, k, v, is_causal)
-        truth, _ = reference.attention(q, k, v, is_causal)
-        what = f"{seqlen_q} queries, {seqlen_k} keys{', causal' * is_causal}"
-        yield lab.Case(what, "forward", ours, theirs, truth, factor=4)
-
-
-# %%
-
-# Folded: Tiles in PyTorch, checked against float64
-lab.check("Tiled PyTorch", tiled_cases())
 
 # %%
 # A first kernel
 # --------------
 #
-# Now the same loop in Triton. First the update of the triple; above each line stands the one of
-# PyTorch that it replaces. ``qk`` is the tile of scores. ``m_exp`` has 0 in place of
-# :math:`-\infty`, because where a mask leaves a query no key yet, :math:`-\infty - (-\infty)` would
-# be NaN.
+# Now the same loop in Triton. Above each line of the update stands the one of PyTorch that it
+# replaces. ``qk`` is the tile of scores. ``m_exp`` is a *guard*: it has 0 in place
+# of :math:`-\infty`, because :math:`-\infty - (-\infty)` would be NaN for a query that has seen no
+# key yet.
 
 import triton
 import triton.language as tl
@@ -566,28 +535,20 @@ def _update(acc, l_i, m_i, qk, v):
 
 
 # %%
-# - **tl.dot** multiplies two tiles as matrices, and adds the product to a third operand: here it
-#   computes ``acc * alpha + p @ v``.
+# - **tl.dot** multiplies two tiles as matrices and adds the product to a third operand.
 # - **exp2 instead of exp.** The hardware has an instruction for :math:`2^x` and none for
-#   :math:`e^x`. Because :math:`e^{s - m} = 2^{(s - m) \log_2 e}`, the scores are multiplied by
-#   :math:`\log_2 e = 1.4427`, which joins the scale in ``scale_log2``.
-# - **Weights in 16 bits.** ``p.to(v.dtype)`` rounds the weights to 16 bits if the inputs have 16,
-#   because a :term:`matrix unit` takes both operands in one format.
-# - **input_precision.** By default, ``tl.dot`` rounds float32 operands to :term:`TF32`, which keeps
-#   10 of their 23 fraction bits. ``"ieee"`` keeps all 23, but cannot use the matrix units.
+#   :math:`e^x`. Because :math:`e^x = 2^{x \log_2 e}`, the factor :math:`\log_2 e = 1.4427` joins
+#   the scale in ``scale_log2``.
+# - **p in 16 bits.** ``p.to(v.dtype)`` rounds ``p`` if the inputs have 16 bits, because a
+#   :term:`matrix unit` takes both operands in one format.
+# - **input_precision.** By default, ``tl.dot`` rounds float32 operands to :term:`TF32`, by up to a
+#   thousandth. ``"ieee"`` does not, but cannot use the matrix units; ``"tf32x3"`` follows in the
+#   next chapter. Operands of 16 bits are not affected.
 #
-# .. dropdown:: What the other choices do to float32
-#
-#    By default, ``tl.dot`` rounds float32 operands to :term:`TF32`, the 19-bit format in which the
-#    matrix units take them. TF32 keeps 10 of the 23 fraction bits, as many as float16, so each
-#    operand may be off by a thousandth of its value, and a matmul in float32 would be about as
-#    coarse as one in float16. ``"ieee"`` keeps every bit at the price of the matrix units, which it
-#    cannot use. A third choice, ``"tf32x3"``, follows in the next chapter.
-#
-# A tile has ``BLOCK_M`` queries or ``BLOCK_N`` keys. A launch starts a *grid* of programs: along
-# axis 0 one for each tile of queries, and along axis 1 one for each head. Each loads its tile once,
-# and begins with the triple of the empty set. ``exist`` marks the rows of the tile that exist,
-# because the last tile may be only partly filled.
+# A tile has ``BLOCK_M`` queries or ``BLOCK_N`` keys. A launch starts a :term:`grid` of programs,
+# one for each tile of queries along axis 0 and for each head along axis 1. Each begins with the
+# triple of the empty set. ``exist`` is false for rows past the last query, because the last tile
+# may be only partly filled.
 
 
 @triton.jit
@@ -605,8 +566,8 @@ def _begin(q_ptr, seqlen_q, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr):
 
 # %%
 # The first kernel loops over all keys and masks every tile. ``n_visible`` says how many keys each
-# query sees. Keys past the end are loaded as zeros by ``other=0.0``, because a masked ``tl.load``
-# without ``other`` leaves those elements undefined.
+# query sees. Keys and values past the end are loaded as zeros by ``other=0.0``, because without it
+# they are undefined: their scores are masked, but ``p @ v`` would multiply a weight of 0 by a NaN.
 
 
 @triton.jit
@@ -642,13 +603,14 @@ def _first_kernel(
 
 
 # %%
-# The host allocates the output and launches the grid. Tensors must be contiguous, and head_dim a
-# power of two, as ``tl.arange`` demands.
+# The host allocates the output and launches the grid with ``kernel[grid](...)``.
 
-BLOCKS = {"BLOCK_M": 32, "BLOCK_N": 16}  # small inputs have many tiles, too
+# Measuring
+BLOCKS = {"BLOCK_M": 32, "BLOCK_N": 16}  # small, so that a test input has several tiles
 
 
 def run(kernel, q, k, v, is_causal, **options):
+    # contiguous tensors, and a head_dim that is a power of two, as tl.arange demands
     seqlen_q, head_dim = q.shape[-2:]
     out, scale_log2 = torch.empty_like(q), head_dim**-0.5 * 1.4426950408889634
     options = BLOCKS | options
@@ -660,9 +622,15 @@ def run(kernel, q, k, v, is_causal, **options):
 
 
 # %%
-# We run it on the three keys again, now with three queries and a causal mask. ``tl.dot`` needs at
-# least 16 columns, so head_dim is 16, and all columns but the first are zero. The queries are 4,
-# because the scale is :math:`1 / \sqrt{16}`.
+
+# Folded: The host: allocate the output, launch the grid
+lab.source(run)
+
+
+# %%
+# We run it on the three keys again, now with three queries and a causal mask, on
+# ``runtime.DEVICE``: the GPU, or the CPU with Triton's interpreter. ``tl.dot`` needs 16 columns, of
+# which all but the first are zero. The queries are 4, because the scale is :math:`1 / \sqrt{16}`.
 
 q, k, v = torch.zeros(3, 1, 1, 3, 16, device=runtime.DEVICE)
 q[..., 0] = 4
@@ -671,53 +639,14 @@ out = run(_first_kernel, q, k, v, is_causal=True)
 print(*(f"{x:.3f}" for x in out[0, 0, :, 0].tolist()))
 
 # %%
-# The first query sees only the first key. The last one sees all three and gets the 28.0 from above.
-
-# %%
-
-
-# Measuring
-def first_cases(kernel):
-    for seqlen_q, seqlen_k, is_causal in (
-        (100, 100, False),
-        (100, 100, True),
-        (40, 90, True),
-    ):
-        for dtype in (torch.float32, torch.float16):
-            q = torch.randn(1, 2, seqlen_q, 32, device=runtime.DEVICE).to(dtype)
-            k, v = torch.randn(2, 1, 2, seqlen_k, 32, device=runtime.DEVICE).to(dtype)
-            ours = run(kernel, q, k, v, is_causal)
-            theirs = standard_attention(q, k, v, is_causal)
-            truth, _ = reference.attention(q, k, v, is_causal)
-            what = f"{seqlen_q} queries, {seqlen_k} keys{', causal' * is_causal}"
-            yield lab.Case(what, "forward", ours, theirs, truth, factor=4)
-
-
-# %%
-
-# Folded: The first kernel, checked against float64
-lab.check("The first kernel", first_cases(_first_kernel))
-
-# %%
-
-# Reading
-q, k, v = torch.randn(3, 1, 2, 512, 128, device=runtime.DEVICE).half()
-fewer = [x[:, :, 64:].contiguous() for x in (k, v)]
-without = run(_first_kernel, q, *fewer, False, BLOCK_M=128, BLOCK_N=64)
-theirs, (truth, _) = standard_attention(q, k, v), reference.attention(q, k, v, False)
-lost = lab.Case("", "", without, theirs, truth, factor=4).row()
-assert not lost["ok"]
-lab.read(
-    f"**The check, checked.** When we drop one of eight tiles of keys, the error is "
-    f"{lost['error']:.1g} where {lost['tolerance']:.1g} is allowed, so the check rejects the "
-    f"result. At length 4,096 it also rejected one missing tile of 64."
-)
+# The last query sees all three keys and gets the 28.0 from above.
 
 # %%
 # Causal stages
 # -------------
 #
-# With a :term:`causal mask`, a query sees only the keys up to its own position.
+# With a :term:`causal mask`, a query sees only the keys up to its own position. The figure has 192
+# queries and 192 keys, with 32 queries or 16 keys in a tile.
 #
 # .. image:: /figures/attention-stages.svg
 #    :alt: Six tiles of queries and twelve tiles of keys, half as long. The diagonal runs from the
@@ -725,25 +654,19 @@ lab.read(
 #          cut by the diagonal, and the rest is never computed. In row 1 two marks stand: whole is
 #          key 32, where the whole tiles end, and seen_by_some key 64, where the cut ones end.
 #
-# There are three kinds of tiles:
+# A tile is *whole* if every query sees every key, *cut* if the diagonal passes through it or the
+# keys end within it, and *beyond* if no query sees any key.
 #
-# - *whole*: every query sees every key, so no mask is needed.
-# - *cut*: the diagonal passes through, or the keys end within the tile, so some scores become
-#   :math:`-\infty`.
-# - *beyond*: no query sees any key, so there is nothing to compute.
+# In each row the whole tiles come first. So we split the loop into two *stages*, of which only the
+# second masks, and stop after the cut tiles. Without a causal mask, the second stage computes only
+# the last tile, and only if that is partly filled.
 #
-# In each row the whole tiles come first. So we split the loop into two *stages*, and stop after the
-# cut tiles: only the second stage pays for a mask. Without a causal mask, it computes the last tile
-# if that is only partly filled.
+# Take tile 1 of the figure, with queries 32 to 63. Its first query sees 33 keys, and every later
+# one sees these and more, so ``seen_by_all`` is 33. Its last query sees 64 keys, so
+# ``seen_by_some`` is 64. The first stage ends at key ``whole`` = 33 // 16 · 16 = 32, and the second
+# at key 64: two tiles each.
 #
-# Take tile 1 of the figure, with queries 32 to 63 and 16 keys in a tile. Its first query sees 33
-# keys, as do all later ones: ``seen_by_all``. Its last one sees 64: ``seen_by_some``.
-# The first stage ends at key ``whole`` = 33 // 16 · 16 = 32, and the second at key 64: two tiles
-# each. With more queries than keys, the first queries would see fewer than 0 keys, so
-# ``seen_by_all`` is at least 0.
-#
-# ``tl.static_range`` is unrolled when the kernel is compiled, so ``CUT`` is a constant, and the
-# loop over whole tiles has no mask.
+# ``tl.static_range`` is unrolled by the compiler, so the loop over whole tiles has no mask.
 #
 # .. literalinclude:: attention_forward.py
 #    :language: python
@@ -753,7 +676,7 @@ lab.read(
 #    :dedent:
 
 
-# Whole
+# Whole: in stages
 @triton.jit
 def _staged_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, seqlen_q, seqlen_k, scale_log2,
@@ -800,13 +723,8 @@ def _staged_kernel(
     # -- end: as before
     tl.store(out_ptr + offsets, acc / tl.where(l_i == 0, 1.0, l_i)[:, None], mask=exist)
 
-
 # %%
-
-# Folded: The kernel in stages, checked against float64
-lab.check("With stages", first_cases(_staged_kernel))
-
-# %%
+# On request, the kernel counts the tiles that it computes.
 
 
 # Measuring
@@ -826,29 +744,9 @@ counted = trace(192, 192, True)
 # Reading
 in_stage = [(counted == stage).sum().item() for stage in (1, 2)]
 lab.read(
-    f"An atomic addition counted the tiles of the figure that the kernel computes: {in_stage[0]} "
-    f"whole, {in_stage[1]} cut, and none of the {counted.numel() - sum(in_stage)} beyond."
+    f"In the figure these are {in_stage[0]} whole tiles, {in_stage[1]} cut ones, and none of the "
+    f"{counted.numel() - sum(in_stage)} beyond."
 )
-
-# %%
-
-# Folded: The same at other lengths
-rows = []
-for seqlen_q, seqlen_k, is_causal in (
-    (128, 128, False), (128, 128, True), (100, 127, True), (40, 200, True), (200, 40, True)
-):  # fmt: skip
-    visits = trace(seqlen_q, seqlen_k, is_causal)
-    expected = torch.zeros_like(visits)
-    for number in range(len(visits)):
-        sizes = (number * 32, seqlen_q, seqlen_k, 32, 16, is_causal)
-        for start, _, is_cut in key_tiles(*sizes):
-            expected[number, start // 16] = 2 if is_cut else 1
-    row = {"queries, keys": f"{seqlen_q}, {seqlen_k}{', causal' * is_causal}"}
-    row |= {"tiles": visits.numel()}
-    row |= {name: (visits == n).sum().item() for n, name in ((1, "whole"), (2, "cut"))}
-    rows.append(row | {"as the formula": bool((visits == expected).all())})
-    assert rows[-1]["as the formula"]
-lab.table(rows, "Tiles computed, counted by the kernel")
 
 # %%
 # .. dropdown:: What STAGE & 2 and 4 - STAGE mean in Triton's tutorial
@@ -864,23 +762,34 @@ lab.table(rows, "Tiles computed, counted by the kernel")
 #    keys in full attention. So ``STAGE = 3`` runs a loop with the number 1 and one with 2, and
 #    ``STAGE = 1`` runs a single loop with the number 3.
 
-# %% An animation
-# The animation shows both stages with 4 queries and 4 keys in a tile and head_dim 2.
-#
-# .. animation:: attention_loop
-
 # %%
-# **Queries and keys of different length.** A model that has read 997 tokens and now processes 3
-# more has 3 queries and 1,000 keys, and its last query should see all. So this book aligns the
-# diagonal to the *bottom right*: query :math:`i` sees key :math:`j` if
-# :math:`j \le i + \text{seqlen}_k - \text{seqlen}_q`. PyTorch aligns it to the top left. With more
-# queries than keys, our first queries see no key. Their output is 0, as PyTorch's is under the same
-# mask, where ``standard_attention`` returns NaN.
+# **Queries and keys of different length.** A model that has read 997 tokens and processes 3 more
+# has 3 queries and 1,000 keys, and its last query should see all of them. So this book aligns
+# the diagonal to the *bottom right*: query :math:`i` sees key :math:`j` if
+# :math:`j \le i + \text{seqlen}_k - \text{seqlen}_q`. PyTorch's ``is_causal=True`` aligns it to the
+# top left. With more queries than keys, our first queries see no key, and their output is 0.
 #
 # .. tilemap::
 
 
 # Measuring
+tiles_computed = []
+for seqlen_q, seqlen_k, is_causal in (
+    (128, 128, False), (128, 128, True), (100, 127, True), (40, 200, True), (200, 40, True)
+):  # fmt: skip
+    visits = trace(seqlen_q, seqlen_k, is_causal)
+    expected = torch.zeros_like(visits)
+    for number in range(len(visits)):
+        sizes = (number * 32, seqlen_q, seqlen_k, 32, 16, is_causal)
+        for start, _, is_cut in key_tiles(*sizes):
+            expected[number, start // 16] = 2 if is_cut else 1
+    row = {"queries, keys": f"{seqlen_q}, {seqlen_k}{', causal' * is_causal}"}
+    row |= {"tiles": visits.numel()}
+    row |= {name: (visits == n).sum().item() for n, name in ((1, "whole"), (2, "cut"))}
+    tiles_computed.append(row | {"as the formula": bool((visits == expected).all())})
+    assert tiles_computed[-1]["as the formula"]
+
+
 def who_sees(operator, seqlen_q, seqlen_k):
     q = torch.zeros(1, 1, seqlen_q, 16, device=runtime.DEVICE)
     k = torch.zeros(1, 1, seqlen_k, 16, device=runtime.DEVICE)
@@ -916,17 +825,129 @@ assert standard_attention(q, k, v, is_causal=True)[0, 0, :2].isnan().all()
 
 # %%
 
-# Folded: Which keys a query sees, here and in PyTorch
-lab.table(rows, "Which keys a query sees with is_causal")
+# Folded: Other lengths: the tiles that the kernel computes, and the keys that a query sees
+lab.together(
+    lab.table(tiles_computed, "Tiles computed, counted by the kernel"),
+    lab.table(rows, "Which keys a query sees with is_causal"),
+    lab.read(
+        "With more queries than keys, the first queries would see fewer than 0 keys, so the kernel "
+        "raises `seen_by_all` to 0. Where a query sees no key, our output is 0. PyTorch's "
+        "`scaled_dot_product_attention`, given our mask, returns 0 as well, and "
+        "`standard_attention` returns NaN."
+    ),
+)
+
+# %%
+
+# Reading
+q, k, v = torch.randn(3, 1, 2, 512, 128, device=runtime.DEVICE).half()
+fewer = [x[:, :, 64:].contiguous() for x in (k, v)]
+without = run(_first_kernel, q, *fewer, False, BLOCK_M=128, BLOCK_N=64)
+theirs, (truth, _) = standard_attention(q, k, v), reference.attention(q, k, v, False)
+lost = lab.Case("", "", without, theirs, truth, factor=4).row()
+assert not lost["ok"]
+lab.read(
+    f"**The check, checked.** The error of all versions may be four times that of standard "
+    f"attention in the same dtype. Without one of eight tiles of keys it is {lost['error']:.1g} of "
+    f"the largest output where {lost['tolerance']:.1g} is allowed, and at length 4,096 one missing "
+    f"tile out of 64 is noticed as well."
+)
+
+# %%
+
+
+# Measuring
+def tiled_cases():
+    for seqlen_q, seqlen_k, is_causal in (
+        (100, 100, False),
+        (100, 100, True),
+        (40, 90, True),
+    ):
+        q = torch.randn(2, 3, seqlen_q, 32, device=runtime.DEVICE)
+        k, v = torch.randn(2, 2, 3, seqlen_k, 32, device=runtime.DEVICE)
+        ours = tiled_attention(q, k, v, is_causal=is_causal, block_m=32, block_n=16)
+        theirs = standard_attention(q, k, v, is_causal)
+        truth, _ = reference.attention(q, k, v, is_causal)
+        what = f"{seqlen_q} queries, {seqlen_k} keys{', causal' * is_causal}"
+        yield lab.Case(what, "forward", ours, theirs, truth, factor=4)
+
+
+def first_cases(kernel):
+    for seqlen_q, seqlen_k, is_causal in (
+        (100, 100, False),
+        (100, 100, True),
+        (40, 90, True),
+    ):
+        for dtype in (torch.float32, torch.float16):
+            q = torch.randn(1, 2, seqlen_q, 32, device=runtime.DEVICE).to(dtype)
+            k, v = torch.randn(2, 1, 2, seqlen_k, 32, device=runtime.DEVICE).to(dtype)
+            ours = run(kernel, q, k, v, is_causal)
+            theirs = standard_attention(q, k, v, is_causal)
+            truth, _ = reference.attention(q, k, v, is_causal)
+            what = f"{seqlen_q} queries, {seqlen_k} keys{', causal' * is_causal}"
+            yield lab.Case(what, "forward", ours, theirs, truth, factor=4)
+
+
+WIDE = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
+
+
+POINTS = [
+    {
+        "seqlen": 4096, "batch": 4, "heads": 16, "head_dim": 128,
+        "mask": mask, "causal": part, "dtype": torch.bfloat16,
+    }
+    for mask, part in (("full", 1), ("causal", 0.5))
+]  # fmt: skip
+
+
+def cases_as_timed(kernels):
+    """What the ladder times of ours, at its points and in its tiles."""
+    for point in POINTS:
+        sizes = [point[name] for name in ("batch", "heads", "seqlen", "head_dim")]
+        dtype, is_causal = point["dtype"], point["mask"] == "causal"
+        if runtime.INTERPRETED:  # too slow for more, and it does not round to bfloat16
+            sizes, dtype = [1, 2, 512, 128], torch.float16
+        q, k, v = torch.randn(3, *sizes, device=runtime.DEVICE).to(dtype)
+        theirs = standard_attention(q, k, v, is_causal)
+        of_each = zip(q.split(1), k.split(1), v.split(1), strict=True)  # less memory
+        truth = torch.cat([reference.attention(*x, is_causal)[0] for x in of_each])
+        blocks = {"block_m": 1024, "block_n": 1024}
+        tiled, _ = tiled_forward(q, k, v, is_causal=is_causal, **blocks)
+        found = {"tiled PyTorch": tiled}
+        for name, kernel in kernels.items():
+            found[name] = run(kernel, q, k, v, is_causal, **WIDE)
+        for name, ours in found.items():
+            what = f"{name}, {' × '.join(map(str, sizes))}, {point['mask']}"
+            yield lab.Case(what, "forward", ours, theirs, truth, factor=4)
+        if not is_causal:  # a result without one of the tiles of keys must not pass
+            fewer = (x[:, :, WIDE["BLOCK_N"] :].contiguous() for x in (k, v))
+            lost = run(kernels["in stages"], q, *fewer, is_causal, **WIDE)
+            assert not lab.Case("", "", lost, theirs, truth, factor=4).row()["ok"]
+
+# %%
+
+# Folded: All versions, checked against float64
+lab.together(
+    lab.check("Tiled PyTorch", tiled_cases()),
+    lab.check("The first kernel", first_cases(_first_kernel)),
+    lab.check("With stages", first_cases(_staged_kernel)),
+    lab.check(
+        "In the tiles that are timed",
+        cases_as_timed({"first kernel": _first_kernel, "in stages": _staged_kernel}),
+    ),
+)
 
 # %%
 # How fast is it?
 # ---------------
 #
-# The yardstick is a :term:`cuBLAS` matmul of two square matrices of size 8,192 in bfloat16. The
-# operations are those counted above, halved for a causal mask. Our two kernels use tiles of 128
-# queries and 64 keys. The package's loop in PyTorch uses 1,024 of each, because every line of it
-# launches a kernel, so small tiles would mean thousands of launches.
+# The yardstick is a :term:`cuBLAS` matmul of size 8,192 in bfloat16. The operations are those
+# counted above, halved for a causal mask. Our two kernels use tiles of 128
+# queries and 64 keys, 8 :term:`warps <warp>` and 3 pipeline stages; this page tries no others. The
+# package's loop in PyTorch uses tiles of 1,024, because every line of it launches a kernel.
+#
+# *SDPA* is PyTorch's ``scaled_dot_product_attention``, from two libraries: FlashAttention-2,
+# written for an older GPU, the A100, and cuDNN.
 
 
 # Measuring
@@ -953,19 +974,8 @@ matches = lab.measure(
 
 # %%
 
+
 # Measuring
-WIDE = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
-
-
-POINTS = [
-    {
-        "seqlen": 4096, "batch": 4, "heads": 16, "head_dim": 128,
-        "mask": mask, "causal": part, "dtype": torch.bfloat16,
-    }
-    for mask, part in (("full", 1), ("causal", 0.5))
-]  # fmt: skip
-
-
 def ladder_providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
     size = (3, batch, heads, seqlen, head_dim)
     q, k, v = torch.randn(size, device=runtime.DEVICE, dtype=dtype)
@@ -984,58 +994,95 @@ def ladder_providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
 
 # %%
 
-steps = lab.bench("ladder", POINTS, ladder_providers, **FORWARD)
-RUNGS = ["PyTorch", "torch.compile", "tiled PyTorch", "first kernel", "in stages"]
-where = {"seqlen": 4096}
-lab.ladder(
-    steps,
-    "Forward, batch 4, 16 heads, 4,096 tokens, head_dim 128",
-    RUNGS,
-    by="mask",
-    where=where,
-    names={
-        "PyTorch": "PyTorch, with the table",
-        "torch.compile": "the same, compiled",
-        "tiled PyTorch": "PyTorch, in tiles",
-    },
-    lit="in stages",
-)
-
-# %%
-
-
 # Measuring
-def cases_as_timed(kernels):
-    """What the ladder times of ours, at its points and in its tiles."""
-    for point in POINTS:
-        sizes = [point[name] for name in ("batch", "heads", "seqlen", "head_dim")]
-        dtype, is_causal = point["dtype"], point["mask"] == "causal"
-        if runtime.INTERPRETED:  # too slow for more, and it does not round to bfloat16
-            sizes, dtype = [1, 2, 512, 128], torch.float16
-        q, k, v = torch.randn(3, *sizes, device=runtime.DEVICE).to(dtype)
-        theirs = standard_attention(q, k, v, is_causal)
-        of_each = zip(q.split(1), k.split(1), v.split(1), strict=True)  # less memory
-        truth = torch.cat([reference.attention(*x, is_causal)[0] for x in of_each])
-        blocks = {"block_m": 1024, "block_n": 1024}
-        tiled, _ = tiled_forward(q, k, v, is_causal=is_causal, **blocks)
-        found = {"tiled PyTorch": tiled}
-        for name, kernel in kernels.items():
-            found[name] = run(kernel, q, k, v, is_causal, **WIDE)
-        for name, ours in found.items():
-            what = f"{name}, {' × '.join(map(str, sizes))}, {point['mask']}"
-            yield lab.Case(what, "forward", ours, theirs, truth, factor=4)
-        if not is_causal:  # a result without one of the tiles of keys must not pass
-            fewer = (x[:, :, WIDE["BLOCK_N"] :].contiguous() for x in (k, v))
-            lost = run(kernels["in stages"], q, *fewer, is_causal, **WIDE)
-            assert not lab.Case("", "", lost, theirs, truth, factor=4).row()["ok"]
+steps = lab.bench("ladder", POINTS, ladder_providers, **FORWARD)
+
+
+def of_sdpa(slug):
+    """The share of a matmul that each kernel of SDPA reaches in the next chapter, by mask."""
+    records = [r for r in results.recorded() if r["provenance"]["slug"] == slug]
+    record = next((r for r in records if r["chapter"] == "attention_fast"), {})
+    sweep = record.get("sweeps", {}).get("forward", {})
+    found = {}
+    for place, point in enumerate(sweep.get("points", [])):
+        same = {"seqlen": 4096, "batch": 4, "heads": 16, "head_dim": 128}
+        took = {name: times[place] for name, times in sweep["milliseconds"].items()}
+        if same.items() <= point.items() and took["matmul"]:
+            work = 4 * 64 * 4096**2 * 128 * point["causal"] / (2 * 8192**3)
+            for name in ("SDPA flash", "SDPA cuDNN"):
+                if took.get(name):
+                    found[name, point["mask"]] = work * took["matmul"][1] / took[name][1]
+    return found
 
 
 # %%
 
-# Folded: In the tiles that are timed, checked against float64
-lab.check(
-    "In the tiles that are timed",
-    cases_as_timed({"first kernel": _first_kernel, "in stages": _staged_kernel}),
+# Drawing
+RUNGS = {
+    "PyTorch": "standard attention",
+    "torch.compile": "the same, compiled",
+    "tiled PyTorch": "tiles in PyTorch",
+    "first kernel": "first kernel",
+    "in stages": "kernel in stages",
+    "SDPA flash": "SDPA, FlashAttention-2",
+    "SDPA cuDNN": "SDPA, cuDNN",
+}
+OF_SDPA = {  # each GPU's, by the first time of its own sweep
+    sweep.rows[0]["ms"]: of_sdpa(sweep.provenance["slug"])
+    for sweep in (steps, *steps.elsewhere)
+    if sweep.rows
+}
+
+
+def shares_of(rows):
+    """The bars of a GPU: {(provider, mask): share of the matmul}."""
+    ours = {(row["provider"], row["mask"]): row["share"] for row in rows}
+    return ours | OF_SDPA[rows[0]["ms"]]
+
+
+def bars_in_words(rows):
+    found = shares_of(rows)
+    return " ".join(
+        f"Bars, {mask}, % of the speed of a matmul: "
+        + ", ".join(
+            f"{label} {100 * found[name, mask]:.1f}"
+            for name, label in RUNGS.items()
+            if (name, mask) in found
+        )
+        + "."
+        for mask in ("full", "causal")
+    )
+
+
+def bars(axes, rows):
+    found, ticks = shares_of(rows), {}
+    axes.figure.set_size_inches(5.4, 5.6)
+    grey, ink = lab.colour("matmul"), "#59636e"
+    for top, mask in ((0, "full"), (len(RUNGS) + 1.4, "causal")):
+        axes.text(0, top - 0.85, f"{mask} attention", color=ink, va="center")
+        for place, (name, label) in enumerate(RUNGS.items(), start=0):
+            ticks[top + place] = label
+            if (name, mask) not in found:
+                axes.text(1, top + place, "not recorded", va="center", fontsize=10)
+                continue
+            value = 100 * found[name, mask]
+            look = {"color": lab.colour("Kernel Book") if name == "in stages" else grey}
+            if name.startswith("SDPA"):
+                look = {"facecolor": "none", "edgecolor": grey, "hatch": "////"}
+            axes.barh(top + place, value, height=0.72, **look)
+            axes.text(value + 1, top + place, f"{value:.1f}", va="center", fontsize=10)
+    axes.axvline(100, color=ink, linestyle="--", linewidth=1)
+    axes.text(99, -0.85, "matmul, cuBLAS", color=ink, ha="right", va="center", fontsize=10)
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    axes.grid(visible=True, axis="x")
+    axes.set(xlim=(0, 108), ylim=(max(ticks) + 0.6, -1.5))
+    axes.set_xlabel("% of the speed of a matmul; hatched: from the next chapter")
+
+
+lab.draw(
+    steps, "Forward, batch 4, 16 heads, 4,096 tokens, head_dim 128", bars_in_words, bars
 )
 
 # %%
@@ -1095,7 +1142,9 @@ def at(name, mask):
 
 
 def percent(name, mask):
-    return f"{100 * steps.share(name, mask=mask):.0f} %"
+    return f"{100 * steps.share(name, mask=mask):.1f} %"
+
+
 
 
 times = {row["step"]: row["ms"] for row in one_by_one.rows}
@@ -1122,11 +1171,10 @@ def with_mask(name):
     full, causal = (steps.milliseconds_at(name, mask=m) for m in ("full", "causal"))
     return causal - full, 100 * (causal / full - 1)
 
-
 # %%
 
 # Reading
-twice_as_wide, slow_softmax = wider_numbers(), moved.get("softmax", nan) < 0.5
+longer, in_percent = with_mask("PyTorch")
 lab.read(
     f"**The table costs more than its bytes.** Without a mask, standard attention reaches "
     f"{percent('PyTorch', 'full')} of the matmul"
@@ -1135,105 +1183,106 @@ lab.read(
         if steps.share("PyTorch", mask="full") < 0.9 * rate_of_table
         else ". "
     )
-    + f"Of its three steps, softmax takes {100 * of_steps:.0f} % of the time. "
+    + f"Timed one by one, softmax takes {100 * of_steps:.0f} % of its three steps. The mask halves "
+    f"the operations that count, and yet the time grows by {in_percent:.0f} %"
     + (
-        f"Memory is not what limits it: in the chapter on softmax, this kernel takes "
-        f"{'no' if twice_as_wide < 1.02 else 'hardly'} longer for float32 than for bfloat16."
-        if slow_softmax and twice_as_wide < 1.2
-        else ""
-    )
-)
-
-# %%
-
-# Folded: Each step of standard attention, timed by itself
-lab.table(
-    [
-        {
-            "step": row["step"] + " (causal only)" * (row["step"] == "masked_fill_"),
-            "GB moved": row["GB moved"],
-            "ms": row["ms"],
-            "% of the speed of a copy": f"{100 * moved[row['step']]:.0f}",
-        }
-        for row in one_by_one.rows
-    ],
-    "Standard attention at length 4,096, each step timed by itself",
-)
-
-# %%
-
-# Reading
-longer, in_percent = with_mask("PyTorch")
-lab.read(
-    f"**A mask makes it worse.** It halves the operations that count, and yet standard attention "
-    f"takes {in_percent:.0f} % longer"
-    + (
-        ", mostly because of `masked_fill_`, which reads and writes the table once more"
-        + (
-            f" at only {100 * moved['masked_fill_']:.0f} % of the speed of a copy. "
-            if moved["masked_fill_"] < 0.5
-            else ". "
-        )
+        ", mostly because of `masked_fill_`, which reads and writes the table once more."
         if filling > 0.6 * longer
-        else ", and `masked_fill_` reads and writes the table once more. "
-    )
-    + (
-        "Compiled, it takes no longer with the mask"
-        if not abs(with_mask("torch.compile")[1]) > 25
-        else "Compiled, the mask costs time as well"
-    )
-    + (
-        ", but the table stays whole, because the compiler does not recognise attention, and only "
-        "half of that work counts."
-        if not any(row["patterns that match"] for row in matches.rows)
-        else "."
+        else ", and `masked_fill_` reads and writes the table once more."
     )
 )
 
 # %%
 
-# Reading
-longer = at("PyTorch", "full") / at("tiled PyTorch", "full")
+# Measuring
+twice_as_wide, compiled = wider_numbers(), with_mask("torch.compile")[1]
+slower = at("PyTorch", "full") / at("tiled PyTorch", "full")
 under_mask = at("tiled PyTorch", "causal") / at("PyTorch", "causal")
 tile_mib = 4 * 16 * 1024**2 * 2 / 2**20
-lab.read(
-    f"**Tiles alone do not help.** In plain PyTorch and without a mask they take {longer:.1f} "
-    f"times as long as the whole table. "
-    + (
-        f"A tile of scores for all 64 heads takes {tile_mib:.0f} MiB, more than L2 holds, so the "
-        f"scores still go to memory and back: "
-        if tile_mib > l2
-        else "Every operation still writes its tile for the next one to read: "
-    )
-    + "eight times instead of four, because the loop has one operation each for maximum, "
-    "difference, `exp` and sum. "
-    + (
-        f"With the mask they win by {100 * (under_mask - 1):.0f} %, because they skip tiles."
-        if under_mask > 1
-        else f"With the mask, too, they are slower, {1 / under_mask:.1f} times."
-    )
-    if not longer <= 1
-    else f"Tiles in plain PyTorch are {1 / longer:.1f} times as fast as the whole table, although "
-    f"every operation writes its tile for the next one to read."
+trips = 8 * 64 * 4096**2 * 2 / (copied * 1e6)  # milliseconds
+of_trips = trips / steps.milliseconds_at("tiled PyTorch", mask="full")
+
+# %%
+
+# Folded: Where the time goes: each step of the table, compiled, and the tiles in PyTorch
+lab.together(
+    lab.table(
+        [
+            {
+                "step": row["step"] + " (causal only)" * (row["step"] == "masked_fill_"),
+                "GB moved": row["GB moved"],
+                "ms": row["ms"],
+                "% of the speed of a copy": f"{100 * moved[row['step']]:.0f}",
+            }
+            for row in one_by_one.rows
+        ],
+        "Standard attention at length 4,096, each step timed by itself",
+    ),
+    lab.read(
+        f"Softmax moves its bytes at {100 * moved.get('softmax', nan):.0f} % of the speed of a "
+        f"copy. In the chapter Online softmax, PyTorch's softmax of rows of 4,096 numbers takes "
+        f"{twice_as_wide:.2f} times as long in float32 as in bfloat16, for twice the bytes"
+        + (
+            ", so the bytes are not its limit. We did not look for what is."
+            if twice_as_wide < 1.2
+            else "."
+        )
+    ),
+    lab.read(
+        f"Compiled, standard attention takes {abs(compiled):.0f} % "
+        f"{'less' if compiled < 0 else 'more'} time with the mask than without. "
+        + (
+            "`torch.compile` replaces attention by SDPA where the code matches one of its "
+            "patterns, but its counter shows that none matches here, so it does not avoid the "
+            "table."
+            if not any(row["patterns that match"] for row in matches.rows)
+            else "`torch.compile` recognises attention here, and replaces it by SDPA."
+        )
+    ),
+    lab.read(
+        f"A tile of scores in bfloat16 for all 64 heads takes {tile_mib:.0f} MiB"
+        + (", more than L2 holds" if tile_mib > l2 else "")
+        + f". The loop in PyTorch has one operation each for maximum, difference, `exp` and sum, "
+        f"so the scores make eight trips instead of four. At the speed of a copy, these would take "
+        f"{100 * of_trips:.0f} % of the measured time without a mask; we did not separate the rest."
+    ),
+    lab.read(
+        f"The first kernel does the same work with and without the mask, but takes "
+        f"{with_mask('first kernel')[1]:.0f} % longer with it, which we did not look into. The "
+        f"kernel in stages differs from it only by the stages, and without a mask it is "
+        f"{100 * (at('in stages', 'full') / at('first kernel', 'full') - 1):.0f} % faster."
+    ),
 )
 
 # %%
 
 # Reading
-unmasked = at("in stages", "full") / at("first kernel", "full") - 1
+lab.read(
+    f"**Tiles alone hardly help.** In plain PyTorch, where every operation still writes its tile "
+    f"for "
+    f"the next one to read, they take {slower:.1f} times as long as the whole table without a "
+    f"mask. "
+    + (
+        f"With the mask, which lets them skip tiles, they are {100 * (under_mask - 1):.0f} % "
+        f"faster."
+        if under_mask > 1
+        else f"With the mask they are slower as well, {1 / under_mask:.1f} times."
+    )
+    if not slower <= 1
+    else f"**Tiles alone** are {1 / slower:.1f} times as fast in plain PyTorch as the whole table, "
+    f"although every operation writes its tile for the next one to read."
+)
+
+# %%
+
+# Reading
 faster = at("in stages", "causal") / at("PyTorch", "causal")
 lab.read(
     f"**Tiles that stay on the chip help.** The first kernel reaches "
     f"{percent('first kernel', 'full')} of the matmul without a mask, but only "
-    f"{percent('first kernel', 'causal')} with it, because it computes all tiles, of which half "
-    f"count. The kernel in stages skips the others and reaches {percent('in stages', 'causal')}, "
-    f"which makes it {faster:.1f} times as fast as standard attention. "
-    + (
-        f"Even without a mask the stages gain {100 * unmasked:.0f} %, because whole tiles skip the "
-        f"code of the mask."
-        if not unmasked <= 0.01
-        else ""
-    )
+    f"{percent('first kernel', 'causal')} with it, because it computes all tiles although half of "
+    f"the operations count. The kernel in stages skips the tiles beyond the diagonal and reaches "
+    f"{percent('in stages', 'causal')}: {faster:.1f} times as fast as standard attention."
 )
 
 # %%
@@ -1242,84 +1291,36 @@ lab.read(
 rows_of_tiles, keys_in_row = 4096 // WIDE["BLOCK_M"], WIDE["BLOCK_M"] // WIDE["BLOCK_N"]
 computed = keys_in_row * sum(range(1, rows_of_tiles + 1))
 surplus = computed * WIDE["BLOCK_M"] * WIDE["BLOCK_N"] / (4096**2 / 2) - 1
-gap = steps.share("in stages", mask="full") - steps.share("in stages", mask="causal")
+own = {mask: steps.share("in stages", mask=mask) for mask in ("full", "causal")}
+explained = 100 * own["full"] * (1 - 1 / (1 + surplus))
+theirs_at = of_sdpa(steps.provenance["slug"]) if steps.rows else {}
+
+
+def standing(name):
+    """Where the kernel in stages stands to a kernel of SDPA, in words."""
+    ahead = [mask for mask in own if own[mask] > theirs_at[name, mask]]
+    if len(ahead) == 1:
+        return f"{'with' if ahead == ['causal'] else 'only without'} the mask ahead of"
+    return "ahead of" if ahead else "behind"
+
+
 lab.read(
-    f"**The mask still costs speed,** although the masked scores in the cut tiles are only "
-    f"{100 * surplus:.0f} % more work. One suspect is uneven work, for which the next chapter "
-    f"tries a better order of the programs."
-    if not gap <= 0.03
-    else "With the mask the kernel is about as fast per operation as without."
-)
-
-# %%
-
-
-# Measuring
-def fused(mask):
-    """How much of a matmul the backends of SDPA reach in the next chapter, at the same sizes."""
-    sweep = (results.find("attention_fast") or {}).get("sweeps", {}).get("forward", {})
-    same = {"seqlen": 4096, "batch": 4, "heads": 16, "head_dim": 128, "mask": mask}
-    for place, point in enumerate(sweep.get("points", [])):
-        if same.items() <= point.items():
-            took = {name: found[place] for name, found in sweep["milliseconds"].items()}
-            if all(took.get(name) for name in ("matmul", "SDPA flash", "SDPA cuDNN")):
-                work = 4 * 64 * 4096**2 * 128 * point["causal"] / (2 * 8192**3)
-                limit = took["matmul"][1]
-                return [work * limit / took[f"SDPA {x}"][1] for x in ("flash", "cuDNN")]
-    return nan, nan
-
-
-beside = {
-    mask: (steps.share("in stages", mask=mask), *fused(mask))
-    for mask in ("full", "causal")
-}
-
-# %%
-
-# Reading
-ahead = {
-    name: [mask for mask, found in beside.items() if found[0] > found[1 + place]]
-    for place, name in enumerate(("flash", "cuDNN"))
-}
-
-verdicts = (
-    " and ".join(
-        {
-            0: f"is behind the {name} backend",
-            1: f"is ahead of the {name} backend only {'with' if 'causal' in found else 'without'} "
-            "the mask",
-            2: f"is ahead of the {name} backend",
-        }[len(found)]
-        for name, found in ahead.items()
+    (
+        f"**What is still missing.** With the mask the kernel in stages falls from "
+        f"{percent('in stages', 'full')} to {percent('in stages', 'causal')}, of which the masked "
+        f"scores in the cut tiles explain {explained:.0f} points. A suspect for the others is "
+        f"uneven "
+        f"work, because programs for late queries have more tiles."
+        if not own["full"] - own["causal"] <= 0.03
+        else "**What is still missing.** With the mask the kernel is about as fast per operation "
+        "as without."
     )
-    + "."
-)
-lab.read(
-    "**And PyTorch's own fused attention?** The next chapter times two of its backends. Our kernel "
-    f"in stages {verdicts} The flash backend is FlashAttention-2, written for the A100, a "
-    "generation before this GPU."
-    if beside["causal"][1] == beside["causal"][1]
-    else "PyTorch's own fused attention, `F.scaled_dot_product_attention`, is timed in the next "
-    "chapter."
-)
-
-# %%
-
-lab.table(
-    [
-        {"mask": mask}
-        | {
-            name: f"{100 * share:.0f}"
-            for name, share in zip(
-                ("kernel in stages", "PyTorch, flash", "PyTorch, cuDNN"),
-                found,
-                strict=True,
-            )
-        }
-        for mask, found in beside.items()
-        if found[1] == found[1]
-    ],
-    "% of the speed of the matmul, at length 4,096",
+    + (
+        f" The kernel is {standing('SDPA flash')} FlashAttention-2 and {standing('SDPA cuDNN')} "
+        f"cuDNN."
+        if len(theirs_at) >= 4
+        else ""
+    )
 )
 
 # %%
@@ -1328,8 +1329,7 @@ lab.table(
 #    <span id="the-kernel"></span><span id="is-it-right"></span><span id="figure-3"></span>
 #    <span id="figure-4"></span><span id="figure-5"></span><span id="figure-6"></span>
 #
-# :doc:`The next chapter </chapters/attention_fast>` asks what still keeps the kernel from the speed
-# of a matmul. But would you notice if it were wrong?
+# :doc:`The next chapter </chapters/attention_fast>` takes these points one by one.
 
 # %%
 # What breaks it
@@ -1346,7 +1346,7 @@ lab.table(
 #    acc = tl.dot(p, v, acc)      # acc not rescaled: it should add to acc * alpha
 
 
-# Whole
+# Whole: the small one for the mistakes
 @triton.jit
 def _fragile_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, scale, MISTAKE: tl.constexpr, MASK_VALUE: tl.constexpr,
@@ -1378,8 +1378,8 @@ def _fragile_kernel(
         m_i = m_i if MISTAKE == "statistics not updated" else m_new
     tl.store(out_ptr + i * HEAD_DIM + d, acc / l_i)
 
-
 # %%
+# Dashed lines in the figure stand at the ends of the tiles of keys.
 
 
 # Measuring
@@ -1477,6 +1477,7 @@ def strips(axes):
     for end in (16, 32, 48):
         axes.axvline(end, color="#59636e", linewidth=1, linestyle="--")
     names = ["the same, guarded" if "guarded" in name else name for name in fates]
+    names[0] = "no mistake"
     axes.set_yticks(range(len(fates)), names)
     axes.set_xticks([0, 16, 32, 48, 63])
     axes.set(xlim=(0, 64), ylim=(len(fates) - 0.5, -0.5), xlabel="query")
@@ -1495,7 +1496,7 @@ lab.sketch(
     "What becomes of each query",
     f"{lab.figures.in_words(len(fates)).capitalize()} strips of 64 queries. "
     + " ".join(
-        f"{mistake}: "
+        f"{'no mistake' if mistake == 'right' else mistake}: "
         + ", ".join(f"{fate.count(x)} {x}" for x in dict.fromkeys(fate))
         + "."
         for mistake, fate in fates.items()
@@ -1505,66 +1506,79 @@ lab.sketch(
 )
 
 # %%
-# **No maximum.** On paper the maximum cancels, but in float32 :math:`e^{89}` is infinite, so scores
-# around a hundred give infinity divided by infinity, which is NaN.
-#
-# **> for >=.** Every query loses its own key. Query 0 has no other key and becomes NaN. All others
-# get a plausible number.
+
+# Reading
+hidden = torch.ones(64, 64, dtype=torch.bool, device=q.device).triu(1)
+largest = (2.0 * (20 * q) @ k.T).masked_fill(hidden, -torch.inf).amax(1).tolist()
+safe = [x for x, fate in zip(largest, fates["no maximum"], strict=True) if fate == "right"]
+lab.read(
+    f"**No maximum.** On paper the maximum cancels, but in float32 the exponential of 89 is "
+    f"infinite. In this row scores reach {max(largest):.0f}, and most queries divide infinity by "
+    f"infinity, which is NaN. The {len(safe)} that stay right have no score above "
+    f"{max(safe):.0f}."
+)
+
+# %%
+# **> for >=.** Every query loses its own key. Query 0 has no other and becomes NaN. All others get
+# a plausible number.
 #
 # **Statistics not updated.** The old maximum stays :math:`-\infty`, so ``alpha`` is always 0, and
-# every tile erases those before it. The last 16 queries know only the last tile. For all other
-# queries that tile is masked, which gives NaN. With a single tile the result would be right.
+# every tile erases those before it. The last 16 queries know only the last tile, which is masked
+# for all others and gives them NaN.
 #
-# **A guard hides NaN.** In the last two mistakes NaN appears only because this kernel has no guard.
-# We ran both again in PyTorch with the guard of ``_update`` and of the last division: the output is
-# then 0, and no NaN warns us.
+# In these two mistakes NaN appears only because this kernel has no guard. With the guards of this
+# page, in ``m_exp`` and in the last division, which we ran in PyTorch, the output is 0 and no NaN
+# warns us.
 #
 # **acc not rescaled.** The sum ``l`` is still rescaled, so numerator and denominator end on
-# different scales, unless the largest score is in the first tile. The first 16 queries see one tile
-# and are right. The others look like this:
+# different scales, unless the largest score is in the first tile, as for the first 16 queries and a
+# few others. All others get a plausible number.
 
 # %%
 
-# Measuring
-compare("acc not rescaled", [40], q.abs(), k + rising, v)
-
-# %%
-
-# Folded: The other three mistakes, in numbers
-others = [
-    compare(mistake, queries, factor * q, k, v, scale)
-    for mistake, queries, factor, scale in (
-        ("no maximum", [40], 20, 2.0),
-        ("> for >=", [0, 1], 1, 0.25),
-        ("statistics not updated", [60], 1, 0.25),
-    )
-]
-type(others[0])("".join(x.html for x in others), "\n\n".join(x.plain for x in others))
-
-# %%
-# **-1e6 in place of minus infinity.** A finite number avoids the NaN of
-# :math:`-\infty - (-\infty)` without a guard. But if a query sees none of our three keys, all its
-# scores are equal, and it gets the mean of the values that it must not see, where the kernels of
-# this page return 0:
-
-unseen = torch.full((3,), -1e6)
-print(torch.softmax(unseen, -1) @ torch.tensor([10.0, 20, 30]))
+# Folded: All four mistakes in numbers, and -1e6 in place of minus infinity
+unseen = torch.softmax(torch.full((3,), -1e6), -1) @ three_values
+lab.together(
+    compare("no maximum", [40], 20 * q, k, v, 2.0),
+    compare("> for >=", [0, 1], q, k, v, 0.25),
+    compare("statistics not updated", [60], q, k, v, 0.25),
+    compare("acc not rescaled", [40], q.abs(), k + rising, v),
+    lab.read(
+        f"**-1e6 in place of minus infinity.** A finite number avoids the NaN of −∞ − (−∞) without "
+        f"a guard. But if a query sees none of our three keys, all its scores are equal, and it "
+        f"gets {unseen:.0f}, the mean of the values 10, 20 and 30 that it must not see. The "
+        f"kernels of this page return 0."
+    ),
+)
 
 # %%
 # In short
 # --------
-#
-# The table never has to exist, because a maximum, a sum and a weighted sum per query stand in for
-# all scores already seen. A causal mask sorts the tiles: nearly half need no work, and of the
-# others most need no mask. A test needs several tiles, because with a single tile some mistakes
-# give the right result.
+
+# Reading
+in_map = rows_of_tiles * (4096 // WIDE["BLOCK_N"])
+lab.read(
+    f"The table never has to exist, because a maximum, a sum and a weighted sum per query stand in "
+    f"for all scores already seen. Under the causal mask, "
+    f"{100 * (1 - computed / in_map):.0f} % of the tiles that we timed need no work, and most of "
+    f"the "
+    f"others no mask. The kernel reaches "
+    f"{percent('in stages', 'causal')} of the speed of a matmul"
+    + (
+        f", where cuDNN reaches {100 * theirs_at['SDPA cuDNN', 'causal']:.1f} %. "
+        if len(theirs_at) >= 4
+        else ". "
+    )
+    + "A test needs several tiles, because with one tile some mistakes give the right result."
+)
 
 # %%
 # Exercises
 # ---------
 #
 # **1. A sliding window.** Let query :math:`i` see only the last :math:`W` keys up to its own. Which
-# tiles remain? Write the kernel so that it computes no others.
+# tiles remain? The map above shows them, with :math:`W - 1` *keys to the left*. Write the kernel so
+# that it computes no others.
 
 # %%
 
@@ -1591,10 +1605,6 @@ def _window_kernel(
         acc, l_i, m_i = _update(acc, l_i, m_i, qk, v)
     tl.store(out_ptr + offsets, acc / l_i[:, None], mask=exist)
 
-
-# %%
-
-# Solution: a sliding window, checked
 q, k, v = torch.randn(3, 1, 2, 150, 32, device=runtime.DEVICE)
 out, scale_log2 = torch.empty_like(q), 32**-0.5 * 1.4426950408889634
 _window_kernel[(triton.cdiv(150, 32), 2)](q, k, v, out, 150, 20, scale_log2, 32, 32, 16)

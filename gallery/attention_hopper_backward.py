@@ -10,7 +10,7 @@ You will learn
 
 - how programs add to the same sums in a fixed order, and why none of them waits for ever;
 - why the additions get a :term:`warp` of their own;
-- how much of the promised speed one sweep delivers, and what holds back the rest.
+- how much of the promised speed one sweep delivers, and where the cycles of a step go.
 
 In the bars, “two sweeps” is plain Triton, “Kernel Book” is this chapter's last kernel, and “full”
 is without a mask. The fast kernels are in :term:`Gluon`, for Hopper GPUs (H100, H200). Read
@@ -282,7 +282,8 @@ lab.together(
 #
 # So, under this assumption, the launch ends. No manual promises that programs start in this order.
 # On a GPU where they did not, a launch could hang, but never give other bits, because no program
-# adds before its turn. The cure would be to draw each program's number from an atomic counter.
+# adds before its turn. The cure would be to draw each program's number from an atomic counter. The
+# package does without it, and all launches that a section below counts have ended.
 #
 # **The direction matters.** If ids *descend* with the keys, and a head has more tiles than there
 # are SMs, the programs that run wait for one that cannot start. The simulation of the next section
@@ -470,8 +471,8 @@ operands = [(one.replace(" ", "\u00a0"), where) for one, where in operands]
 
 # Reading
 lab.read(
-    "A program of the fast kernel owns 128 keys, and at head_dim 128 it holds "
-    f"{room['registers']} of the {capacity['registers']} KiB of registers and "
+    "A program of the fast kernel owns 128 keys, and at head_dim 128 its tiles "
+    f"fill {room['registers']} of the {capacity['registers']} KiB of registers and "
     f"{room['shared memory']} of the {capacity['shared memory']} KiB of shared memory of its SM."
 )
 
@@ -481,6 +482,8 @@ lab.read(
 #
 #    Give the additions a warp of their own. That warp waits for the turn and for the sums, while
 #    the warps that compute go on.
+#
+# What this saves was not measured: the ladder below has no fixed order without an adder.
 #
 # A program then has three roles, which meet only at barriers and in shared memory:
 #
@@ -714,10 +717,10 @@ lab.sketch(
 # How the adder keeps the order
 # -----------------------------
 #
-# Only the *adder* waits for another program. Inside a program the roles wait only for an earlier
-# step or for the loader, so these waits end as well, and the proof still holds. The consumers can
-# have their buffer back as soon as the copy engine has *read* the part, but the next program has to
-# wait until the engine has *completed* the addition:
+# Only the *adder* waits for another program. Inside a program every wait is for something that
+# comes earlier in the step, or in a step before, so these waits end as well, and the proof still
+# holds. The consumers can have their buffer back as soon as the copy engine has *read* the part,
+# but the next program has to wait until the engine has *completed* the addition:
 
 
 # Drawing
@@ -767,8 +770,6 @@ lab.sketch(
 )
 
 # %%
-# In code:
-#
 # .. code-block:: python
 #
 #    position = 0  # how far the program of the keys before is known to be
@@ -790,6 +791,9 @@ lab.sketch(
 # more, but Triton's atomics order only what threads store, while here the engine adds. So
 # ``announce`` waits until the engine has *completed* the additions and then writes the counter, in
 # four instructions of PTX.
+#
+# The sums are float32, and without the scale. Behind the sweep, and inside its time in all bars, a
+# small kernel multiplies them by the scale and writes :math:`dQ` in 16 bits.
 #
 # .. dropdown:: The four instructions, and those of the reader
 #
@@ -1449,9 +1453,9 @@ launched = again.rows[0]["launches"] if again.rows else nan
 ended = soaked.rows[0] if soaked.rows else {}
 said = right.plain.split("\n")[0].partition(": ")[2].split(";")[0].rstrip(".")
 lab.read(
-    f"**In a fixed order no bit differed.** One input was launched {launched:,.0f} times with and "
-    "as often without a mask, beside other work, so that programs started at different times. In a "
-    "fixed order each launch gave the bits of the first. Without an order "
+    f"**In a fixed order no bit differed.** One input was launched {launched:,.0f} times with a "
+    "mask and as often without, beside other work, so that programs started at different times. In "
+    "a fixed order each launch gave the bits of the first. Without an order "
     + (
         "`dq` differed in every launch"
         if set(of_free) == {launched}
@@ -1750,6 +1754,7 @@ def rungs(axes, rows):
     axes.figure.set_size_inches(5.4, 6.6)
     shares, muted = shares_of(rows), "#59636e"
     strong, weak = {"alpha": 1.0}, {"alpha": 0.5}
+    blank = {"color": "#ffffff", "zorder": 0.9}  # behind the pale bars
     for rung, at in PLACES.items():
         name, what = APART.get(rung) or (rung, WHAT_IS_NEW[rung])
         for text, up, look in (
@@ -1768,6 +1773,7 @@ def rungs(axes, rows):
                 axes.text(1, y, "absent", va="center", fontsize=10, color=muted)
                 continue
             share = shares[rung, mask]
+            axes.barh(y, share, 0.38, **blank)
             axes.barh(y, share, 0.38, color=ink, **look)
             gained = over_the_rung_above(shares, rung, mask)
             axes.text(share + 1, y, f"{share:.0f}", va="center", fontsize=10)
@@ -1801,19 +1807,14 @@ lab.draw(
 # %%
 
 # Reading
-in_triton, with_roles = (
-    [gain(name, mask, "two sweeps") for mask in ("full", "causal")]
-    for name in ("one sweep, plain Triton", "one sweep with roles")
-)
-assert SCATTER == 0.02  # as the text says
 lab.read(
-    "**One sweep catches up with two** on the first rung, while one sweep in plain Triton, "
-    "without an order, reaches only "
-    f"{100 * steps.share('one sweep, plain Triton', mask='full'):.0f} % in full attention. "
-    "This is no measure of roles alone: the two single sweeps also differ in language, tiles "
-    "and operands. "
-    if max(in_triton) < -SCATTER < min(with_roles)
-    else f"One sweep with roles {told('one sweep with roles')} over two sweeps. "
+    f"**“Half the columns” {told('half the columns')}.** It makes one part of each step and not "
+    "two, so half as many bytes are added. **“Overlap”,** which issues the matmuls ahead as the "
+    f"code above does, {told('overlap')}. The last rung takes any length, and *stores* the part "
+    "of the first program of a head, so that the sums need no zeros. Only an order allows this; "
+    "the two changes were not timed apart. One sweep in plain Triton, which has other tiles and "
+    "operands, reaches "
+    f"{100 * steps.share('one sweep, plain Triton', mask='full'):.0f} % in full attention."
 )
 
 # %%
@@ -1835,7 +1836,7 @@ lab.read(
     "SMs. Under a causal mask “heads apart” mixes 16 heads, as in the lowest panel; the rungs "
     "without an order mix about as many. In full attention the order "
     f"{verdict(gain('a fixed order', 'full', 'an adder'))}, although the adder waits for its turn "
-    f"{of_waits('adder waits, %', 1, 'full'):.0f} % of the time, because the consumers go on. "
+    f"{of_waits('adder waits, %', 1, 'full'):.0f} % of the time, as a mean over all tiles. "
     f"Under a causal mask it {verdict(gain('a fixed order', 'causal', 'an adder'))}, and “heads "
     f"apart” {verdict(gain('heads apart', 'causal', 'a fixed order'))}. "
     + (
@@ -1850,10 +1851,6 @@ lab.read(
         else f"With heads apart the order still {verdict(min(cost))}."
     )
 )
-
-# %%
-# **One rung is missing:** a fixed order in which the consumers themselves wait. We did not build
-# it, so the ladder says what the order costs with an adder, and not what the adder saves.
 
 # %%
 
@@ -1951,10 +1948,6 @@ lab.together(
         )
     ),
     lab.read(
-        "**The package's kernel** takes any length, and the first program of a head stores its "
-        "part and does not add it, so the sums need no zeros. The two changes were not timed apart."
-    ),
-    lab.read(
         f"**More heads.** At 16,384, ×\u00a04 {of_heads(4, 16384)} against ×\u00a01, and ×\u00a08 "
         f"{of_heads(8, 16384, than=4)} against ×\u00a04; at 4,096 ×\u00a08 "
         f"{of_heads(8, 4096, than=4)}. The package takes ×\u00a04 for both"
@@ -1977,32 +1970,16 @@ lab.together(
 # What keeps one sweep from 1.4
 # -----------------------------
 
-# Measuring
-MATMULS = {"two sweeps": 7, "Kernel Book": 5}
-of_its_own = {
-    name: 100 * steps.share(name, mask="full") * n / 5 for name, n in MATMULS.items()
-}
-
-# %%
-
 # Reading
 faster, when_causal = (
     1 + gain("Kernel Book", mask, "two sweeps") for mask in ("full", "causal")
 )
-dearer = of_its_own["two sweeps"] / of_its_own["Kernel Book"]
-two_causal, one_causal = (
-    100 * steps.share(name, mask="causal") for name in ("two sweeps", "Kernel Book")
-)
 lab.read(
-    "One sweep would be 1.4 times as fast as two if each of its matmuls took as long. **In full "
-    f"attention it is {faster:.2f} times as fast.** Two sweeps reach "
-    f"{100 * steps.share('two sweeps', mask='full'):.0f} % of a matmul's speed as five "
-    "matmuls, which is "
-    f"{of_its_own['two sweeps']:.0f} % as the seven that they compute; one sweep has "
-    f"{of_its_own['Kernel Book']:.0f} %, so each of its matmuls takes {dearer:.2f} times as long. "
-    f"Under a causal mask it is {when_causal:.2f} times as fast ({one_causal:.1f} against "
-    f"{two_causal:.1f} %). The suspect is the shared sum, because two sweeps keep every gradient "
-    "in registers; but the two also differ in language and roles, so we look into the sweep."
+    f"**In full attention one sweep is {faster:.2f} times as fast as two, and under a causal mask "
+    f"{when_causal:.2f} times.** So in full attention each of its matmuls takes 1.4 / {faster:.2f} "
+    f"= {7 / 5 / faster:.2f} times as long as one of two sweeps. The suspect is the shared sum, "
+    "because two sweeps keep every gradient in registers; but the two also differ in language and "
+    "roles, so we look into the sweep."
 )
 
 # %%
@@ -2268,7 +2245,7 @@ needed = cycles(whole_step)
 lab.read(
     "**The part of dQ, written and read, lifts the cycles of shared memory** from "
     f"{without_sum:,.0f} to {bound:,.0f} a step, above those of the matmuls. A kernel of nothing "
-    f"but the five matmuls and as many stores takes {needed:,.0f} cycles for each step."
+    f"but the five matmuls and the step's stores takes {needed:,.0f} cycles for each step."
 )
 
 # %%
@@ -2338,10 +2315,10 @@ lab.together(
 
 # %%
 # **Where the other cycles go.** On the rung “a fixed order”, consumers and adder note the cycle
-# counter of their SM (a *stamp*). A box holds the waits of its number and the work beside them. The
-# first row is counted, not stamped: after wait 3 of both consumers only dP is under way, and after
-# wait 6 only dK, each for 512 cycles. Then the matmul units pause until a consumer issues the next
-# matmul.
+# counter of their SM (a *stamp*). A box holds the waits of its number and the work beside them, and
+# wait 8 is the gap behind box 7. The first row is counted, not stamped: after wait 3 of both
+# consumers only dP is under way, and after wait 6 only dK, each for 512 cycles. Then the matmul
+# units pause until a consumer issues the next matmul.
 
 
 # Drawing
@@ -2398,11 +2375,11 @@ def timelines(axes, rows):
     since, until = drawn_from(rows)
     edge, ink = "#59636e", lab.colour("PyTorch")
     at_work = {"color": lab.colour("matmul"), "alpha": 0.35}
-    axes.barh(0, until - since, 0.7, label="matmuls may run", **at_work)
-    axes.barh(0, 0, color=ink, label="pause (counted)")
+    axes.barh(0, until - since, 0.7, label="matmul units may run", **at_work)
+    axes.barh(0, 0, color=ink, label="they pause")
     for begin, end in sum(pauses(rows)[1:3], []):
         axes.barh(0, end - begin, 0.7, begin - since, color=ink)
-        middle = min((begin + end) / 2 - since, until - since - 150)
+        middle = min((begin + end) / 2 - since, until - since - 200)
         text = {"ha": "center", "va": "center", "fontsize": 10, "color": ink}
         axes.text(middle, -0.55, f"{end - begin:,.0f}", **text)
     for at, role in enumerate(ROLES, 1):
@@ -2412,13 +2389,13 @@ def timelines(axes, rows):
                 if end - begin > 100:  # what only begins at the edge is left out
                     look = {"color": fill, "edgecolor": edge, "linewidth": 0.8}
                     axes.barh(at, end - begin, 0.7, begin, **look)
-                if end - begin > 200:
+                if end - begin > (200 if len(text) < 4 else 450):  # a word needs room
                     middle = {"ha": "center", "va": "center", "fontsize": 10}
                     axes.text((begin + end) / 2, at, text, **middle)
     axes.set(xlim=(0, until - since), ylim=(len(ROLES) + 0.5, -0.85))
     axes.set_xlabel("cycles of the SM")
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-    axes.set_yticks(range(len(ROLES) + 1), ["matmul units", *ROLES])
+    axes.set_yticks(range(len(ROLES) + 1), ["units, counted", *ROLES])
     axes.grid(axis="x", visible=True)
 
 
@@ -2473,23 +2450,20 @@ if not traced.rows:
 
 turn = share_of_step("asks", "its turn", "adder")
 handing = share_of_step("matmuls", "handed over")
-at_ds, at_part = paused(traced.rows)
-since, until = drawn_from(traced.rows) if traced.rows else (nan, nan)
 lab.draw(traced, "Two steps of one program, in a fixed order", in_words, timelines)
 
 # %%
 
 # Measuring
-all_paused = paused(traced.rows, slice(None))
-n_paused = len(pauses(traced.rows)) if traced.rows else 0
 BUDGET = {  # cycles of a step, and of its two pauses
-    "the two drawn": ((until - since) / 2, at_ds, at_part),
-    f"{n_paused} traced": (a_step, *all_paused),
+    name: (row["a step"], row["pause at dS"], row["pause at the part"])
+    for name, row in (("a fixed order", in_order), ("no order", any_order))
+    if row
 }
-if in_order:
-    BUDGET["of all tiles"] = tuple(
-        in_order[name] for name in ("a step", "pause at dS", "pause at the part")
-    )
+
+
+def left_of(whole, at_ds, at_part):
+    return whole - ideal - at_ds - at_part
 
 
 def budget_rows():
@@ -2497,80 +2471,66 @@ def budget_rows():
         "five matmuls, counted": [ideal for _ in BUDGET],
         "pause until dS is made (4)": [at_ds for _, at_ds, _ in BUDGET.values()],
         "pause until the next S (7, 8)": [at_part for *_, at_part in BUDGET.values()],
-        "what is left": [
-            whole - ideal - at_ds - at_part for whole, at_ds, at_part in BUDGET.values()
-        ],
+        "what is left": [left_of(*one) for one in BUDGET.values()],
         "a step": [whole for whole, *_ in BUDGET.values()],
     }
     return [
-        {"cycles, mean of the steps": what}
+        {"cycles, mean over tiles": what}
         | {name: f"{x:,.0f}" for name, x in zip(BUDGET, found, strict=True)}
         for what, found in rows.items()
     ]
 
 
-lab.table(budget_rows() if traced.rows else [], "Where the cycles of a step go")
+lab.table(budget_rows() if BUDGET else [], "Where the cycles of a step go")
 
 # %%
 
 # Reading
-left = [whole - ideal - one - other for whole, one, other in BUDGET.values()]
+left = left_of(*BUDGET["a fixed order"]) if in_order else nan
 lab.read(
-    "**Twice in each step the matmul units pause:** until dS is made, and, for longer, until the "
-    f"part is handed over. The mean step of all tiles takes {mean_step:,.0f} cycles, about as "
-    "many as the two drawn; longer steps of this program have "
-    + (
-        "a longer second pause. "
-        if all_paused[1] - at_part > 2 * abs(all_paused[0] - at_ds)
-        else "longer pauses. "
-    )
-    + (
-        f"Without an order a step takes {any_order['a step']:,} cycles over all tiles, with pauses "
-        f"of {any_order['pause at dS']:,} and {any_order['pause at the part']:,}. "
-        if any_order
-        else ""
-    )
-    + f"What is left, {left[-1 if in_order else 0]:,.0f} cycles, is matmuls that take longer than "
+    "**Twice in each step the matmul units pause:** until dS is made, and until the part is handed "
+    f"over. What is left, {left:,.0f} cycles in a fixed order, is matmuls that take longer than "
     f"counted. With matmuls and stores alone these were {needed - ideal:,.0f}, so the load on "
-    "shared memory may account for them."
+    "shared memory may account for most of them."
 )
 
 # %%
 
 # Reading
-handed_over = of_waits("consumer hands over, %", 1, "full") / 100 * mean_step
+handed_over = in_order["hands over"] if in_order else nan
 to_store = BESIDE[1] / 2 * KIB / 128
-turn_drawn, adds_drawn = (
-    sum(row[b] - row[a] for row in rows_of(traced.rows, "adder")[:2]) / 2
-    if traced.rows
-    else nan
-    for a, b in (("asks", "its turn"), ("its turn", "added"))
-)
-asked = zip(in_step(traced.rows), rows_of(traced.rows, "adder"), strict=True)
-ready = [max(one["handed over"] for one in both) <= row["asks"] for both, row in asked]
-no_order = verdict(gain("a fixed order", "full", "an adder")) == NO_DIFFERENCE
+adders = rows_of(traced.rows, "adder")
+free = [  # whether the part of the step before is out of the buffer when both come to wait 7
+    before["added"] <= min(one["matmuls"] for one in both)
+    for before, both in zip(adders, in_step(traced.rows)[1:], strict=False)
+]
+lost = 100 * (1 - any_order["a step"] / in_order["a step"]) if BUDGET else nan
 lab.read(
-    "**At wait 7 the consumers wait for the adder:** storing a part keeps shared memory busy for "
-    f"{to_store:.0f} cycles, but handing it over takes {handed_over:,.0f} on average. "
+    f"**Handing the part over takes {handed_over:,.0f} cycles,** of which storing it keeps shared "
+    f"memory busy for {to_store:.0f}. "
     + (
-        f"The adder either waits for its turn ({turn_drawn:,.0f} cycles a step here) or adds "
-        f"({adds_drawn:,.0f}), and each part of the figure was ready before it asked. "
-        if all(ready)
+        "It is not wait 7 that is long in the program drawn: the adder had always finished the "
+        "part before when the consumers came to it. "
+        if free and all(free)
         else ""
     )
     + (
-        "The turn is not what holds the sweep back, because without an order the ladder shows the "
-        "same speed. "
-        if no_order
+        f"Without an order the second pause is shorter, and a step takes {lost:.0f} % fewer "
+        "cycles, but the ladder shows no gain of speed; why, we do not know."
+        if verdict(gain("a fixed order", "full", "an adder")) == NO_DIFFERENCE
         else ""
     )
-    + "But adding is slow by itself: one SM that does nothing else needs "
-    f"{cycles('one SM adds a part'):,.0f} cycles for a part. A second buffer was not tried."
+    + (
+        f" The adder drawn waits for its turn {turn:.0f} % of a step, more than the mean over "
+        f"tiles, {over_tiles('adder waits, %')}."
+        if turn > of_waits("adder waits, %", 1, "full") + 1
+        else ""
+    )
 )
 
 # %%
-# **One sweep seems to pay for its shared sum twice:** the part of dQ loads shared memory, and
-# handing it over leaves the matmul units without work. Two sweeps were not traced.
+# **One sweep may pay for its shared sum twice:** the part of dQ loads shared memory, and in a fixed
+# order the matmul units pause while it is handed over. Two sweeps were not traced.
 
 # %%
 
@@ -2748,13 +2708,15 @@ for what, (ours, theirs) in PAIRS.items():
 
 def named(rows):
     """The points of some rows, in words."""
-    lengths = {}
+    lengths, masks = {}, {}
     for row in rows:
         lengths.setdefault((row["head_dim"], row["mask"]), []).append(row["length"])
+    for (head_dim, mask), of_these in lengths.items():
+        masks.setdefault((head_dim, *of_these), []).append(mask)
     found = [
-        f"head_dim {head_dim}, {'causal' if mask == 'causal' else 'full'}, length "
-        + " and ".join(f"{n:,}" for n in of_these)
-        for (head_dim, mask), of_these in lengths.items()
+        f"head_dim {head_dim}, length {' and '.join(f'{n:,}' for n in of_these)}, "
+        + ("with and without a mask" if len(of_masks) == 2 else of_masks[0])
+        for (head_dim, *of_these), of_masks in masks.items()
     ]
     return "; ".join(found) if 0 < len(rows) < 4 else ""
 
@@ -2934,9 +2896,8 @@ lab.read(
     f"**One sweep in order beats two sweeps** at {verdicts[0]['faster']} of {len(at_points)} "
     f"points, is level at {verdicts[0]['no difference']}, and loses at {verdicts[0]['slower']}"
     + (f" ({named(slower)})" if named(slower) else "")
-    + f". Giving up the order makes the sweep faster at {verdicts[1]['faster']} and slower at "
-    f"{verdicts[1]['slower']} of them, perhaps because its sums have to be set to zero first, or "
-    "because other numbers of heads alternate; neither was timed by itself."
+    + f". Without the order the sweep is faster at {verdicts[1]['faster']} of the "
+    f"{len(at_points)} points and slower at {verdicts[1]['slower']}."
     if speed.rows
     else f"{nan}"
 )
@@ -3050,8 +3011,6 @@ lab.together(
 # What breaks it
 # --------------
 #
-# **Ids that descend** let a launch stand still: see “Why nobody waits for ever”.
-#
 # **Trusting that zeros stay zeros.** Beyond the last key, the copy engine fills a tile with zeros.
 # So a key that is not there has the score 0 and the weight :math:`e^{0 - \mathrm{lse}}`, which is
 # multiplied by zeros. But if lse is below about −88.7, this weight is infinite in float32, and
@@ -3108,7 +3067,7 @@ lab.together(
 lab.read(
     f"**One sweep is faster than two at {verdicts[0]['faster']} of {len(at_points)} points,** but "
     "by less than 7/5. In every step its shared sum loads shared memory and has to be handed over, "
-    "which explains part of the gap. The fastest library is ahead at "
+    "which may be part of the gap. The fastest library is ahead at "
     f"{everywhere} {len(at_points)} points."
     if speed.rows
     else f"{nan}"
