@@ -9,14 +9,13 @@ worth?*
 Picture two cooks who share one oven. While a dish bakes, its cook cannot go on, so the oven is
 always in use only if one cook prepares while the other bakes. Here the matmul units are the oven,
 and the exponentials are what is to be prepared. We climb to a faster kernel in six rungs, one
-change each. Without a mask, one of them brings most of the gain, though not for the reason we wrote
-it. The kernel at the top is still slower than a library at some lengths, and the page says at
-which.
+change each. Without a mask, one of them brings the whole gain, though not for the reason we wrote
+it. The kernel at the top is still slower than a library at some points, and the page says at which.
 
 You will learn
 
-- in which order a loop issues its work so that the matmul units wait less, and why this order is
-  faster;
+- in which order a loop issues its work so that the matmul units wait less, and how much of its gain
+  we can explain;
 - how to check in the machine code (:term:`SASS`), and on a timeline of the :term:`SM`, whether a
   kernel does what you planned;
 - when it pays to write such a kernel.
@@ -108,7 +107,7 @@ lab.read(
 #
 #    Give each warp a role, and let every consumer issue two matmuls together: the scores of a tile
 #    and the sum of the tile before. Then the sum can run while the consumer computes exponentials,
-#    and the consumer stops once per tile instead of twice. Which of the two counts?
+#    and the consumer stops once per tile instead of twice.
 #
 # The roles are those of :doc:`/chapters/warps_with_roles`. A *loader* :term:`warp` fills a ring of
 # tiles of keys and a ring of tiles of values. Two *consumers*, each a :term:`warpgroup` with 64
@@ -181,14 +180,13 @@ lab.sketch(
 # One consumer alone saves a third of its time. But the kernel has two, and while one weighs, the
 # other can use the units, whichever of the two loops they run.
 #
-# In PyTorch, from the last tile of keys to the first (a causal mask then cuts only the first of
-# them):
+# In PyTorch, from the last tile of keys to the first (for one tile of queries, a causal mask then
+# cuts only the tiles visited first), where ``seen`` is the mask:
 #
 # .. literalinclude:: attention_hopper.py
 #    :language: python
 #    :pyobject: one_tile_ahead
-#    :start-at: p = v_before = None
-#    :end-before: return acc
+#    :start-at: # finite: from -inf
 #    :dedent:
 
 
@@ -199,6 +197,7 @@ def one_tile_ahead(q, k, v, scale, is_causal=False, block_n=32):
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     seen = torch.ones(n_q, n_k, dtype=torch.bool, device=q.device)
     seen = seen.tril(n_k - n_q) if is_causal else seen
+    # finite: from -inf, a tile of which a query sees nothing would make nan
     m_i = torch.full_like(q[..., :1], torch.finfo(q.dtype).min)
     l_i, acc = torch.zeros_like(m_i), torch.zeros_like(q)
     p = v_before = None
@@ -291,8 +290,8 @@ lab.read(
     "`acc * alpha + p @ v_before`, looks natural. It makes an error of "
     f"{errors['rescale too early']:.2f} of the result's size, where the loop above makes "
     f"{errors['none']:.0e}, because the sum that arrives was weighed with the old maximum. Without "
-    f"the last line the error is {errors['forget the end']:.2f}, because the sum of the last tile "
-    "is missing."
+    f"the line after the loop the error is {errors['forget the end']:.2f}, because the sum of the "
+    "last tile is missing."
 )
 
 # %%
@@ -341,7 +340,9 @@ lab.together(in_order_of_kernel, mistaken)
 #
 # - Matmuls end in the order of their issue, so ``warpgroup_mma_wait(1)``, which waits until only
 #   one is under way, waits for the *older* one, the scores.
-# - ``p`` belongs to the tile before until the last line, which makes it that of this tile.
+# - ``p`` is that of the tile before until the last line. ``convert_layout`` gives ``alpha`` the
+#   layout of the rows of ``acc``, and the weights that of a matmul's left operand.
+# - ``first`` and ``end`` bound the tiles of the loop, and tile 0 is the last tile of keys.
 #
 # The loader asks for keys one tile ahead of values. The first scores and the last sum stand outside
 # the loop, because in an iteration they belong to different tiles.
@@ -357,9 +358,8 @@ lab.together(in_order_of_kernel, mistaken)
 #    The scores ``s``, the sum so far ``acc`` and the weights ``p`` are in registers. ``gl.zeros``
 #    only says what ``s`` looks like, because ``use_acc=False`` overwrites it. The weights are
 #    powers of 2 instead of :math:`e`, so ``scale_log2`` is the scale times :math:`\log_2 e`. With a
-#    causal mask, the scores of later keys are set to ``-inf`` first. ``convert_layout`` changes
-#    which thread holds which element: ``row`` is the layout of one number per query, and that of
-#    ``p`` is for the left factor of a matmul.
+#    causal mask, the scores of later keys are set to ``-inf`` first. A layout says which thread
+#    holds which element, and ``row`` is that of one number per query.
 #
 #    The loader fills the rings, the last tile of keys first (``of_head`` is the first row of the
 #    head):
@@ -406,7 +406,7 @@ lab.together(in_order_of_kernel, mistaken)
 # 2. *scores ahead*: the loop above;
 # 3. *a branch*, which forces the assembler to keep the order of that loop;
 # 4. *one loop* for tiles with and without a mask;
-# 5. *sums in threads*: each thread adds up its own part of :math:`l_i`;
+# 5. *row sums in threads*: each thread adds up its own part of :math:`l_i`;
 # 6. *turns*: the consumers issue one after the other.
 
 # Whole: rungs 1 to 6
@@ -883,7 +883,7 @@ ladder = lab.ladder(
     by="mask",
     where={"seqlen": 4096},
     names={name: f"{number} {name}" for number, name in enumerate(RUNGS, 1)}
-    | {"Kernel Book": "the package's"},
+    | {"sums in threads": "5 row sums in threads", "Kernel Book": "the package's"},
 )
 for panel in [
     p for n in plt.get_fignums() if n not in already for p in plt.figure(n).axes
@@ -892,6 +892,7 @@ for panel in [
         round(bar.get_y() + bar.get_height() / 2): bar.get_width()
         for bar in panel.patches
     }
+    panel.grid(visible=False)  # which would cross the numbers
     for label in panel.texts:  # with a digit more: the text speaks of small gains
         if (at := label.get_position()[1]) in ends:
             label.set_text(f"{ends[at]:.1f}")
@@ -1026,7 +1027,7 @@ def verdict(change):
         return f"{nan}"
     if abs(change) < SCATTER:
         return "makes no difference"
-    return f"{'gains' if change > 0 else 'loses'} {100 * abs(change):.0f} %"
+    return f"{'gains' if change > 0 else 'loses'} {100 * abs(change):.1f} %"
 
 
 def of_both(after, before):
@@ -1351,6 +1352,14 @@ lab.read(
     f'Below, less than {100 * SCATTER:.1f} % counts as "no difference": the last section times one '
     f"kernel twice at each of its {len(twice)} points, and the two timings are at most "
     f"{100 * max(twice):.1f} % apart."
+    + (
+        " By this rule, nothing above rung 2 is faster than rung 2 without a mask."
+        if all(
+            gain(name, "full", "scores ahead") < SCATTER
+            for name in [*list(LADDER)[2:], "Kernel Book"]
+        )
+        else ""
+    )
     if speed.rows and steps.rows
     else f"{nan}"
 )
@@ -1368,16 +1377,18 @@ lab.read(told("two roles"))
 
 # %%
 # To see why the expected gain is missing, we let the consumers of one program take *stamps*. A
-# stamp reads the SM's cycle counter and stores it, one number per role, iteration and event. Stamps
-# take time themselves, and how much on each rung we did not measure. So a timeline shows what
-# happens at the same time, and only the ladder how fast a rung is.
+# stamp reads the SM's cycle counter (``mov.u32 $0, %clock;`` in inline assembly) and stores it, one
+# number per role, iteration and event. Stamps take time themselves, and how much on each rung we
+# did not measure. So a timeline shows what happens at the same time, and only the ladder how fast a
+# rung is.
 #
 # .. dropdown:: A stamp in Gluon, and where the stamps stand
 #
 #    A consumer of rung 1 has six events (``EVENTS``): it asks for keys, has them and issues its
 #    scores, has issued them, sees the scores, has weighed them and issues its sum, and sees the
 #    sum. ``is_pure=False`` keeps the compiler from merging the reads or leaving them out. Only
-#    program 0 stores them.
+#    program 0 stores them. On rung 2 no stamp stands between the two waits, because it could keep
+#    the second from moving.
 #
 #    .. code-block:: python
 #
@@ -1390,9 +1401,11 @@ lab.read(told("two roles"))
 #           at = trace_ptr + (role * n + i) * EVENTS + event
 #           gl.store(at, now, mask=gl.program_id(0) == 0)
 #
-# A consumer's bar is grey or orange from the issue of a matmul to its result, and blue otherwise,
-# with the number of the tile of keys. The lowest row is computed: it serves the matmuls in the
-# order of their issue, each for 512 cycles, the full rate.
+# A consumer's bar is grey or orange from the issue of a matmul to its result, and blue, with the
+# number of the tile of keys, while it does all else, which is mostly to weigh. The lowest row is
+# computed: it serves the matmuls in the order of their issue, each for 512 cycles, the full rate.
+# *Idle* counts cycles against that rate, and the ladder compares times with those of cuBLAS, so the
+# two do not add up to 100 %.
 
 
 # Drawing
@@ -1424,21 +1437,21 @@ def draw_consumer(axes, own, version, place, start, window):
     for row in own:
         parts = [(ends, INKS[row["role"]]) for ends in at_matmuls(version)]
         parts += [(ends, "Kernel Book") for ends in away(version)]
+        weighs, *_ = away(version)
         for (a, b), ink in parts:
             begin, end = max(row[a] - start, 0), min(row[b] - start, window)
             if end <= begin:
                 continue
             axes.barh(place, end - begin, 0.7, begin, color=lab.colour(ink))
-            if ink == "Kernel Book" and end - begin > 0.08 * window:
+            if (a, b) == weighs and end - begin > 0.08 * window:
                 axes.text((begin + end) / 2, place, str(row["tile"]), **WHITE)
 
 
 def named_inks(axes):
     """Name the colours of the bars in the legend."""
     for role, ink in INKS.items():
-        axes.barh(0, 0, label=f"matmuls of {role}", color=lab.colour(ink))
-    everything_else = {"label": "all else, mostly weighing"}
-    axes.barh(0, 0, color=lab.colour("Kernel Book"), **everything_else)
+        axes.barh(0, 0, label=f"matmuls of {role[-1]}", color=lab.colour(ink))
+    axes.barh(0, 0, color=lab.colour("Kernel Book"), label="all else")
 
 
 def mark_the_line(axes, rows, version, place, start):
@@ -1510,8 +1523,7 @@ def timelines(version, lanes, height, tiles=2, marked=""):
             mark_waits(axes, own[CONSUMERS[0]], 0, start, window)
             axes.set_ylim(-0.95, len(lanes) - 0.5)
         axes.invert_yaxis()
-        axes.grid(axis="x", visible=True)
-        axes.grid(axis="y", visible=False)
+        axes.grid(visible=False)
 
     return how
 
@@ -1531,7 +1543,6 @@ after_scores, after_sum = (
     round(took) if took == took else nan for took in pauses(traced.rows)
 )
 half = ideal / 4  # a matmul of one consumer
-late = [seen - end for _, end, _, _, seen in on_units(traced.rows, "two roles")][4:]
 lab.read(
     f"**The units are idle for {100 * idle_units(traced.rows, 'two roles'):.0f} % of the time,** "
     "because the cooks do not alternate. "
@@ -1546,13 +1557,11 @@ lab.read(
     )
     + "So the two begin to weigh only "
     f"{apart(traced.rows, 'two roles', 'scores'):,.0f} cycles apart, and while both weigh nobody "
-    "has a matmul for the units. (Every result of rung 1 is seen "
-    f"{min(late, default=nan):.0f} to {max(late, default=nan):.0f} cycles after its matmul ends in "
-    "the computed row."
+    "has a matmul for the units."
     + (
-        " Plain Triton takes no stamps, so why it is faster without a mask stays open.)"
+        " Why plain Triton is faster without a mask stays open."
         if gain("two roles", "full") < -SCATTER
-        else ")"
+        else ""
     )
 )
 
@@ -1568,9 +1577,15 @@ lab.read(
 lab.read(told("scores ahead"))
 
 # %%
-# Do the exponentials really run during the sum? A launch, ``kernel[grid](...)``, returns the
-# compiled kernel, and ``cuobjdump``, which comes with Triton, turns its binary into SASS. An
-# iteration, reduced to matmuls, waits for them and exponentials:
+# Do the exponentials really run during the sum? A launch returns the compiled kernel, and
+# ``cuobjdump``, which comes with Triton, turns its binary into SASS:
+#
+# .. code-block:: python
+#
+#    compiled = kernel[grid](...)
+#    Path("kernel.cubin").write_bytes(compiled.asm["cubin"])  # cuobjdump -sass kernel.cubin
+#
+# Of an iteration, only matmuls, waits for them and exponentials:
 
 
 # Drawing
@@ -1642,14 +1657,13 @@ lab.read(
     "**The other's matmuls run meanwhile:** one cook prepares while the other bakes. A consumer "
     "now stands in line once per tile, with two matmuls, so the two begin to weigh at least "
     f"{apart(earliest, 'scores ahead', 'earliest'):,.0f} cycles apart, and the units are idle for "
-    f"{100 * idle_units(traced.rows, 'scores ahead'):.0f} % of the time. (The end of the two "
-    "matmuls is computed here, because a stamp between the waits could keep the second from "
-    "moving. "
+    f"{100 * idle_units(traced.rows, 'scores ahead'):.0f} % of the time. (The end of a "
+    "consumer's two matmuls is computed here"
     + (
-        "The stamped kernel has the order of the listing.)"
+        ".)"
         if (as_stamped.get(BEFORE), as_stamped.get("of them before the next stamp"))
         == (0, OF_THREAD)
-        else "The stamps have changed the order of this code.)"
+        else ", and the stamps have changed the order of this code.)"
     )
 )
 
@@ -1666,8 +1680,8 @@ lab.read(
 #    mbarrier.wait(k_full.index(after), ((i + 1) // STAGES) & 1, pred=i + 1 < n)
 #    acc = warpgroup_mma_wait(0, deps=[acc])
 #
-# ``after`` is the slot of the next keys, and ``pred`` says whether there are any. **Expected:** a
-# gain, because a consumer now also computes exponentials during its own sum.
+# ``after`` is the slot of the next of ``n`` tiles, and ``pred`` says whether there is one.
+# **Expected:** a gain, because a consumer now also computes exponentials during its own sum.
 
 # Reading
 early = in_code.get(("a branch", "no"), {}).get(BEFORE, nan)
@@ -1680,13 +1694,18 @@ lab.read(
         if max(gain("a branch", mask) for mask in ("full", "causal")) < SCATTER
         else ""
     )
+    + (
+        "Why it loses is open. "
+        if min(gain("a branch", mask) for mask in ("full", "causal")) < -SCATTER
+        else ""
+    )
     + f"Removing the branch from rung 6 {of_both('without the branch', 'turns')}"
     + (
         ", so **forcing the order gains nothing.**"
         if gain("without the branch", "full", "turns") > -SCATTER
         else "."
     )
-    + " We traced the forced order on rung 5, the last before the consumers must take turns:"
+    + " We traced this order on rung 5, the last before the consumers must take turns:"
 )
 
 # %%
@@ -1694,7 +1713,7 @@ lab.read(
 # Drawing
 lab.draw(
     traced,
-    "Rung 5: one weighs during its own sum as well",
+    "Rung 5 (order of rung 3): weighing during its sum",
     in_words("no turns"),
     timelines("no turns", LANES, 3.0, marked="waits"),
 )
@@ -1806,8 +1825,8 @@ lab.read(
         if locks
         else f"On rung 1 each stands in line for {in_line:,.0f} cycles per tile. "
     )
-    + f"From rung 1 to rung 2 the model gains {100 * in_model:.0f} %, the timelines "
-    f"{100 * (at_one / at_two - 1):.0f} %, and the ladder {100 * gain('scores ahead', 'full'):.0f} "
+    + f"From rung 1 to rung 2 the model gains {100 * in_model:.1f} %, the timelines, with stamps, "
+    f"{100 * (at_one / at_two - 1):.1f} %, and the ladder {100 * gain('scores ahead', 'full'):.1f} "
     f"%. For the forced order, in which weighing begins {half:,.0f} cycles earlier, the model is "
     f"wrong: it promises {together_5:,.0f} cycles and the timeline has {at_five:,.0f}."
     if traced.rows
@@ -1943,7 +1962,7 @@ def in_the_test(name, called, took):
 
 lab.table(
     [in_the_test(name, *of_test) for name, of_test in OF_TEST.items()],
-    "Rung 1, made to alternate: length 4,096, without a mask",
+    "Rung 1, three attempts to make it alternate, timed anew: length 4,096, without a mask",
 ) if tested else None
 
 # %%
@@ -1956,16 +1975,24 @@ lab.read(
     (
         "**Rung 1 becomes faster as soon as it alternates.** "
         if reaches
-        else "**Rung 1 does not become as fast as rung 2.** "
+        else "**The reason explains a part at most.** "
     )
-    + f"A start {STARTS[2]:,} cycles late {verdict(of_late)}, and one {STARTS[1]:,} cycles late, "
-    f"with which the model stays in step, {verdict(of_early)}. With turns, rung 1 "
-    f"{verdict(of_turns)}. "
+    + f"With turns, which force the consumers to alternate, rung 1 {verdict(of_turns)}, and rung 2 "
+    f"{verdict(of_rung_2)}. "
+    + (
+        "Both late starts contradict the model. "
+        if locks and of_late < SCATTER < of_early
+        else ""
+    )
+    + f"One of {STARTS[2]:,} cycles {verdict(of_late)} where the model gains "
+    f"{100 * (in_step / apart_1 - 1):.1f} %, and one of {STARTS[1]:,} cycles {verdict(of_early)} "
+    f"where the model gains {100 * abs(in_step / still_in_step - 1):.1f} %. "
     + (
         "So what counts is that the cooks alternate. Two visits per tile allow it, but do not "
         "bring it about."
         if reaches
-        else "So alternating alone does not explain what rung 2 gains, and the rest is open."
+        else "Whether the consumers alternate after a late start we did not trace, and what "
+        "brings the rest of the gain is open."
     )
 ) if tested else None
 
@@ -2076,15 +2103,15 @@ lab.read(
         "iteration, and between two loops Triton took them apart into 16-bit numbers and paired "
         "them again. One loop removes all "
         f"{compiled_to('scores ahead', 'permutations'):.0f} instructions (`PRMT`) for that, and "
-        f"gains {100 * gain('one loop', 'causal'):.0f} %. "
+        f"gains {100 * gain('one loop', 'causal'):.1f} %. "
         if expected_there
         and compiled_to("two roles", "permutations")
         == compiled_to("one loop", "permutations")
         else ""
     )
     + (
-        f"Sums in threads gain {100 * max(of_sums):.1f} % at most, hardly more than two timings of "
-        "one kernel differ. "
+        f"Row sums in threads gain {100 * max(of_sums):.1f} % at most, hardly more than two "
+        "timings of one kernel differ. "
         if max(map(abs, of_sums)) < SCATTER
         else ""
     )
@@ -2106,11 +2133,10 @@ lab.read(
 # Reading
 lab.read(
     f"**What is left.** On rung 6 the units are still idle for "
-    f"{100 * idle_units(traced.rows, 'turns'):.0f} % of the time. A consumer sees its scores "
-    f"{until_scores - ideal / 4:,.0f} cycles later than at the full rate. Weighing and rescaling "
-    f"then take {spent:,.0f} cycles, where the instructions that we counted would need "
-    f"{counted:,.0f} if a consumer had the SM to itself, and {shared:,.0f} if it shared the SM "
-    "whenever both weigh. Why is **an open question**."
+    f"{100 * idle_units(traced.rows, 'turns'):.0f} % of the time. Weighing and rescaling "
+    f"take {spent:,.0f} cycles, where the instructions that we counted would need only "
+    f"{shared:,.0f}, even if a consumer shares the SM whenever both weigh. Why is **an open "
+    "question**."
 )
 
 # %%
@@ -2147,8 +2173,7 @@ more_changes = lab.table(
 never_idle = lab.read(
     "The units are never idle if a consumer needs 2,048 cycles for a tile: 512 until its scores "
     "are there, and then 1,536 until it comes back, in which its own sum and the other's two "
-    "matmuls run. The measure is the full rate here, and in the ladder a cuBLAS matmul, which does "
-    "not reach it either. Of the time until its scores, they stand in line for only "
+    "matmuls run. Of the time until its scores, they stand in line for only "
     f"{scores_in_line(traced.rows, 'turns'):.0f} cycles. "
     + (
         "The loader asks for keys more than a tile ahead, so it is early enough. "
@@ -2240,7 +2265,8 @@ lab.read(
 #
 # One program fits on an SM, so nothing is computed there while one ends and the next begins. A
 # :term:`persistent` program computes one tile of queries after another. With a causal mask later
-# queries see more keys, so it matters which tiles a program takes.
+# queries see more keys, so it matters which tiles a program takes: with four programs every fourth,
+# for example, or a pair from the beginning and the end.
 
 
 # Measuring
@@ -2269,7 +2295,7 @@ def shares_of_programs(*panels):
         axes.set(
             xlim=(0, 12.4), yticks=[], xticks=range(0, 13, 3), xlabel="tiles of keys"
         )
-        axes.set_title(f"{name}: the last ends after {longest}", fontsize=11)
+        axes.set_title(f"{name}: ends after {longest}", fontsize=11)
         axes.invert_yaxis()
         axes.grid(False)
         axes.spines["left"].set_visible(False)
@@ -2279,22 +2305,12 @@ def shares_of_programs(*panels):
 
 # %%
 
-# Reading
-lab.read(
-    f"With {len(lengths)} tiles of queries, which see {lengths[-1]} to {lengths[0]} tiles of keys, "
-    f"and {programs} programs, the last ends after {max(map(sum, every_fourth))} tiles of keys if "
-    f"each takes every fourth, and all end after {max(map(sum, in_pairs))} if each takes a pair, "
-    "one from the beginning and one from the end."
-)
-
-# %%
-
-# Folded: The two ways to take tiles, drawn
+# Drawing
 lab.sketch(
-    "Four persistent programs, eight tiles of queries, causal",
-    "Bars, one row per program. Every fourth tile: 8 and 4, 7 and 3, 6 and 2, 5 and 1 tiles of "
-    "keys, so the last program ends after 12. In pairs: 8 and 1, 7 and 2, 6 and 3, 5 and 4, so all "
-    "end after 9.",
+    "Four persistent programs, causal",
+    "Bars of eight tiles of queries, one row per program. Every fourth tile: 8 and 4, 7 and 3, 6 "
+    "and 2, 5 and 1 tiles of keys, so the last program ends after 12. In pairs: 8 and 1, 7 and 2, "
+    "6 and 3, 5 and 4, so all end after 9.",
     shares_of_programs,
     panels=2,
     height=2.4,
@@ -2342,9 +2358,10 @@ lab.read(
         "pairs. "
     )
     + (
-        "With one program per tile the package's kernel, which serves any length, is behind rung "
-        "6; persistent, it is level."
-        if max(beside["a program per tile"]) < 0
+        "With one program per tile the package's kernel, which serves any length, is "
+        f"{-100 * beside['a program per tile'][1]:.1f} % behind rung 6 with a causal mask; "
+        "persistent, it is level."
+        if beside["a program per tile"][1] < -SCATTER < beside["a program per tile"][0]
         and max(map(abs, beside["Kernel Book"])) < SCATTER
         else ""
     )
@@ -2613,17 +2630,33 @@ the_library = (
     if len(at_hand) == 1
     else f"the faster of {' and '.join(at_hand)} at each point"
 )
-late_points = all(row in behind for row in at_points if row["length"] == LENGTHS[-1])
-lengths_ahead = {row["length"] for row in ahead}
 shares = sorted(map(share_of_library, behind))
+
+
+def named_points(rows):
+    """Points by their length; a head_dim without a mask stands for all masks."""
+    every = {row["mask"] for row in at_points}
+    of_length = {}
+    for row in rows:
+        masks = of_length.setdefault(row["length"], {})
+        masks.setdefault(row["head_dim"], []).append(row["mask"])
+    return "; ".join(
+        f"length {length:,} at "
+        + ", ".join(
+            f"head_dim {head_dim}{'' if set(masks) == every else ' ' + masks[0]}"
+            for head_dim, masks in of_head_dim.items()
+        )
+        for length, of_head_dim in sorted(of_length.items())
+    )
+
+
 lab.read(
     f"Against {the_library}, the package is ahead by more than {100 * SCATTER:.1f} % at "
     f"{len(ahead)} of {len(at_points)} points"
-    + (f", of length {LENGTHS[0]:,}," if lengths_ahead == {LENGTHS[0]} else "")
+    + (f" ({named_points(ahead)})" if ahead else "")
     + (
-        f" and **behind at {len(behind)}**"
-        + (f", among them every point of length {LENGTHS[-1]:,}" if late_points else "")
-        + f". Where it is behind, it reaches {100 * shares[0]:.0f} "
+        f" and **behind at {len(behind)}** ({named_points(behind)}), where it reaches "
+        f"{100 * shares[0]:.0f} "
         + (f"to {100 * shares[-1]:.0f} " if len(shares) > 1 else "")
         + "% of the library's speed."
         if behind
@@ -2674,11 +2707,14 @@ lab.read(
 # In short
 # --------
 #
-# - **Why the loop is faster:** two cooks who come to the oven once per dish alternate. That each
-#   also prepares while his own dish bakes, which was the plan, made the kernel no faster.
-# - **What pays:** scores one tile ahead, with a causal mask one loop, and persistent programs.
-# - **What does not pay:** roles alone, a forced order, sums in threads, and turns.
-# - **Beside libraries:** ahead at head_dim 128 and the shortest length, and behind at the longest.
+# - **Why the loop is faster:** known only in part. Cooks who come to the oven once per dish
+#   alternate, and when made to take turns, rung 1 had a part of the gain. That each also prepares
+#   while his own dish bakes, which was the plan, made the kernel no faster.
+# - **What pays:** scores one tile ahead, with a causal mask one loop, and, in the package's kernel,
+#   persistent programs that end together.
+# - **What does not pay:** roles alone, a forced order, row sums in threads, and turns.
+# - **Beside libraries:** ahead at the shortest length with head_dim 128, mostly behind at the
+#   longest.
 #
 # The next chapter, :doc:`/chapters/attention_hopper_backward`, gives roles to the warps of the
 # backward pass.

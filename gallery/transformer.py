@@ -11,8 +11,8 @@ You will learn
 - how to time a training step, group the kernels of its profile by what they do, and capture the
   step as a CUDA graph;
 - what mixed precision changes in time, memory and dtypes, and which tensors fill the memory;
-- what each operator of the book is worth in a layer and in a whole step, beside PyTorch's own and
-  its fused attention: eager, compiled and as a graph.
+- what the book's operators are worth in a layer and in a whole step, beside PyTorch's own and its
+  fused attention: eager, compiled and as a graph.
 
 To repeat every measurement you need a GPU with 141 GB of memory; on a smaller one this page shows
 recorded numbers. A card of 24 GB holds a step of the model that we follow, once attention stores no
@@ -70,10 +70,10 @@ lab.start(
 # The step we follow
 # ------------------
 #
-# The bars at the top time one layer of a model on the GPU alone: with attention as its formula
-# says, with SDPA, which is PyTorch's fused attention, and with the book's operators. In a whole
-# training step the :term:`host` also has to launch every kernel. Does the order of the bars survive
-# that?
+# The bars at the top time one layer of a model on the GPU alone. The first runs eager, with
+# attention as its formula says; the others are compiled: the formula, SDPA, which is PyTorch's
+# fused attention, and the book's operators. In a whole training step the :term:`host` also has to
+# launch every kernel. Does the order of the bars survive that?
 #
 # The model is a decoder: it reads tokens and predicts, at each position, the token that follows.
 # Each token becomes a vector of ``d_model`` numbers, called the *residual stream*, and each layer
@@ -158,10 +158,19 @@ lab.together(
 # Where the time goes
 # -------------------
 #
-# A step has three passes: forward computes the loss, backward the gradients, and the optimiser
-# updates the parameters. ``training`` holds a model, its optimiser and a batch; its method
-# ``step()`` is the optimiser alone, and ``whole()`` is a step of all three passes. The host only
-# queues kernels and runs ahead, so wait for the GPU before each reading of the clock:
+# A step has three passes. ``training`` holds a model, its optimiser and a batch; it has a method
+# for each pass, and ``whole()`` runs all three:
+#
+# .. code-block:: python
+#
+#    with torch.autocast("cuda", torch.bfloat16):    # forward(); in float32 without this line
+#        loss = model.loss(tokens, following)
+#    loss.backward()                                 # backward()
+#    optimizer.step()                                # step(), the optimiser alone
+#    optimizer.zero_grad()
+#
+# The host only queues kernels and runs ahead, so wait for the GPU before each reading of the clock.
+# Leave out the first steps, and repeat:
 #
 # .. code-block:: python
 #
@@ -602,8 +611,8 @@ all_kernels = {dtype: in_groups(dtype, ["kernels"]) for dtype in DTYPES}
 lab.read(
     f"Autocast shortens the kernels of a step from {all_kernels['float32']:.0f} ms to "
     f"{all_kernels['bfloat16']:.0f}, because the matmuls now run on the matrix units and are "
-    f"{products['float32'] / products['bfloat16']:.0f} times as fast. (For float32 PyTorch uses "
-    "these units only if told to, and then rounds the inputs to 11 significant bits; we did not.) "
+    f"{products['float32'] / products['bfloat16']:.0f} times as fast. (TF32 stayed off, as is "
+    "PyTorch's default.) "
     f"**Now matmuls are only {in_step['bfloat16']:.0f} % of the time. Most of the rest moves "
     "bytes.**"
 )
@@ -769,8 +778,7 @@ lab.table(
     ]
     if profile_of.rows and of_memory == of_memory
     else [],
-    "Inside attention, forward, all layers: FLOPs and bytes per score, and times. In the first "
-    "figure the casts and the copy of the mask count as casts and copies",
+    "Inside attention, forward, all layers: FLOPs and bytes per score, and times",
 )
 
 # %%
@@ -783,8 +791,9 @@ def rounded_down(value):
 
 
 # Reading
-at_speed = [
-    100 * row["ms at a copy's speed"] / row["ms, measured"] for row in inside.values()
+at_speed = [  # of the numbers that the table shows
+    100 * round(row["ms at a copy's speed"], 1) / round(row["ms, measured"], 1)
+    for row in inside.values()
 ]
 by_flops = 1e3 * (4 * head) * n_scores / of_matmul
 products_range = inside[OF_MATMULS]["ms, measured"]
@@ -858,9 +867,7 @@ cast_ms = lab.attempt("Casts and copies of large at 1,024, by the tensor", cast_
 by_tensor = Counter()
 for row in cast_ms.rows:
     by_tensor[row["tensor"]] += row["ms"]
-    by_tensor[row["what"]] += row["ms"]
-    by_tensor[row["what"], row["tensor"]] += row["ms"]
-in_all = by_tensor["cast"] + by_tensor["copy"]
+in_all = by_tensor.total()
 where_cast, others_cast = "table of scores", "parameters and their gradients"
 lab.read(
     f"Casts and copies take {casts['bfloat16']:.1f} ms of a step"
@@ -875,12 +882,9 @@ lab.read(
             if by_tensor[where_cast] > 0.6 * in_all
             else "**They belong to several tensors.** "
         )
-        + f"By the shapes that the profiler notes, casts of the table take "
-        f"{by_tensor['cast', where_cast]:.1f} ms and copies of it "
-        f"{by_tensor['copy', where_cast]:.1f}; the parameters and their gradients take "
-        f"{by_tensor[others_cast]:.1f}, the tensors as wide as the residual stream, which layer "
-        f"norm reads and writes, {by_tensor['as wide as the stream']:.1f}, and all others "
-        f"{by_tensor['elsewhere']:.1f}."
+        + "By the shapes that the profiler notes, the table takes "
+        f"{by_tensor[where_cast]:.1f} ms, and the parameters and their gradients "
+        f"{by_tensor[others_cast]:.1f}."
         if cast_ms.rows
         else "In float32, where nothing is cast, copies alone take "
         f"{casts['float32']:.1f}; in bfloat16 they move half the bytes, so at least "
@@ -1217,7 +1221,7 @@ in_tables = (
 ) / 2**30
 lab.read(
     "**The attention tables grow with the square of the context, and at 1,024 they are already "
-    f"{table_share:.0f} % of what a layer keeps.** Autocast does not shrink them, because it keeps "
+    f"{table_share:.0f} % of what a layer keeps.** Autocast makes them larger, because it keeps "
     "the output of softmax in float32 and a bfloat16 copy of it for the matmul, 6 bytes per score "
     f"instead of 4. For the 36 layers of large that is {in_tables:.1f} GiB, which attention "
     "without a table should save. Measured in the largest size, 2.7B, the count misses what "
@@ -1678,6 +1682,7 @@ def listed(names):
 
 with_sdpa = any(row["provider"] in FUSED for row in grid.rows)
 fast = in_grid("both, ms", "PyTorch", 16384), in_grid("both, ms", "Kernel Book", 16384)
+held = [in_grid("held, MiB", name, 16384) for name in ("PyTorch", "Kernel Book")]
 times = nan if isinstance(fast[0], str) else fast[0] / fast[1]
 by_sdpa = fastest_fused(16384)
 short = fastest_fused(CONTEXT), in_grid("both, ms", "Kernel Book", CONTEXT)
@@ -1689,6 +1694,11 @@ lab.read(
         "together"
         if times == times or not grid.rows
         else "the formula runs out of memory"
+    )
+    + (
+        f", holds {grid_cell(held[1])} MiB for backward instead of {grid_cell(held[0])}"
+        if OUT_OF_MEMORY not in held
+        else ""
     )
     + (
         f", and takes {100 * fast[1] / by_sdpa:.0f} % of the time of SDPA"
@@ -2019,13 +2029,21 @@ def loss_curves(axes, rows):
 by_ours = next(iter(gaps(learned.rows).values()))
 offset, error = mean_and_error(by_ours)
 in_noise = abs(offset) < BY_CHANCE * error
+by_seed = ends(learned.rows, "PyTorch").std(ddof=1)
 lab.read(
-    "**The versions agree**: with our operators the loss and every gradient of a small model stay "
-    f"within tolerance, and after {TRAINED} steps from {len(SEEDS)} seeds the training losses "
+    "**One step agrees**: with our operators the loss and every gradient of a small model stay "
+    f"within tolerance. After {TRAINED} steps from {len(SEEDS)} seeds the training losses "
     + (
         "cannot be told from those with PyTorch's."
         if in_noise
-        else "differ by more than chance explains, as the fold says."
+        else f"end {abs(offset):.3f} {'above' if offset > 0 else 'below'} those with PyTorch's on "
+        f"average, with a 95 % confidence interval of ± {BY_CHANCE * error:.3f}; the seeds "
+        f"themselves scatter by {by_seed:.2f}. "
+        + (
+            "That is too close to call."
+            if abs(offset) < 1.25 * BY_CHANCE * error
+            else "We do not know why."
+        )
     )
 )
 
@@ -2038,7 +2056,6 @@ from_loss, to_loss = (
     else nan
     for row in (learned.rows or [{}])[:: max(1, len(learned.rows) - 1)]
 )
-by_seed = ends(learned.rows, "PyTorch").std(ddof=1)
 odd = int(numpy.argmax(abs(by_ours)))
 lab.draw(learned, "The training loss of a tiny model", curves_in_words, loss_curves)
 lab.draw(learned, "How far the losses end apart", losses_in_words, loss_dots)
@@ -2195,8 +2212,7 @@ def layer_in_words(rows):
 
 def layer_bars(axes, rows):
     axes.figure.set_size_inches(5.4, 4.3)
-    axes.grid(axis="x", visible=True)
-    axes.grid(axis="y", visible=False)
+    axes.grid(visible=False)
     by_name = {row["provider"]: row for row in rows}
     place, ticks = 0, {}
     for mode, rungs in RUNGS.items():
@@ -2240,18 +2256,18 @@ def saves(before, after):
 fusing = layer_ms("attention, compiled") / layer_ms("Kernel Book")
 lab.read(
     (
-        f"**A faster softmax alone saves {saves('PyTorch', '+ softmax'):.1f} ms of a layer, "
+        f"**A faster softmax alone saves {saves('PyTorch', '+ softmax'):.2f} ms of a layer, "
         "because the table still goes to memory and back; attention that stores no table, and "
-        f"skips its masked half, saves {saves('+ softmax', '+ attention'):.1f} more.** "
+        f"skips its masked half, saves {saves('+ softmax', '+ attention'):.2f} more.** "
         if saves("PyTorch", "+ softmax") < 0.25 * saves("PyTorch", "+ dropout")
-        else f"A faster softmax alone saves {saves('PyTorch', '+ softmax'):.1f} ms, and attention "
-        f"without the table {saves('+ softmax', '+ attention'):.1f} more. "
+        else f"A faster softmax alone saves {saves('PyTorch', '+ softmax'):.2f} ms, and attention "
+        f"without the table {saves('+ softmax', '+ attention'):.2f} more. "
     )
-    + f"Our layer norm saves another {saves('+ attention', '+ layer norm'):.1f}"
+    + f"Our layer norm saves another {saves('+ attention', '+ layer norm'):.2f}"
     + (
         ", and our dropout nothing that we can see. "
         if abs(saves("+ layer norm", "+ dropout")) < 0.01 * layer_ms("+ dropout")
-        else f", and our dropout {saves('+ layer norm', '+ dropout'):.1f}. "
+        else f", and our dropout {saves('+ layer norm', '+ dropout'):.2f}. "
     )
     + "Compiled, our layer norm and dropout "
     + (
@@ -2725,7 +2741,8 @@ lab.read(
 # In the figure the narrow bar is the time in which the host launches a step, with a line over the
 # middle 60 % of the times. The wide bar is the step: in colours its kernels, where *between the
 # matmuls* are layer norm, dropout, GELU, additions, casts, scale and mask; dotted is the time in
-# which the GPU waits.
+# which the GPU waits. The bars are medians, not all of the same steps, so a step can be longer than
+# its launches and its kernels.
 
 # Drawing
 FOLLOWED = {  # the versions that are drawn, and what the figure calls them
@@ -2765,11 +2782,11 @@ def steps_in_words(rows):
 
 def step_bars(axes, rows):
     axes.figure.set_size_inches(5.4, 7)
-    axes.grid(axis="x", visible=True)
-    axes.grid(axis="y", visible=False)
+    axes.grid(visible=False)
     rows = {row["version"]: row for row in timed(rows)}
     grey = lab.colour("copy")
     rest = {"facecolor": "none", "edgecolor": grey, "linestyle": ":"}
+    hatched = {"facecolor": "none", "edgecolor": grey, "hatch": "/////", "linewidth": 0}
     place, ticks, longest = 0, {}, 0
     for mode, versions in FOLLOWED.items():
         axes.text(1, place, mode, va="center", fontsize=11, fontweight="bold")
@@ -2781,7 +2798,7 @@ def step_bars(axes, rows):
             row = rows[name]
             host, took, reached = row["host p50, ms"], row["step p50, ms"], 0
             low, high = row["host p20, ms"], row["host p80, ms"]
-            axes.barh(place - 0.34, host, 0.16, color=grey, alpha=0.45)
+            axes.barh(place - 0.34, host, 0.16, **hatched)
             axes.plot([low, high], [place - 0.34] * 2, color=grey, linewidth=1)
             beside(axes, max(host, high), place - 0.36, f"host {host:.0f}")
             for kind, ink in INKS.items():
@@ -2798,7 +2815,7 @@ def step_bars(axes, rows):
     axes.tick_params(axis="y", length=0)
     axes.set_xlim(0, 1.32 * longest)
     axes.set(xlabel="ms of a training step")
-    axes.barh(1, 0, color=grey, alpha=0.45, label="host launches")
+    axes.barh(1, 0, label="host launches", **hatched)
     for kind, ink in INKS.items():
         axes.barh(1, 0, color=ink, label=KIND_NAMES[kind])
     axes.barh(1, 0, label="GPU waits", **rest)
@@ -2844,31 +2861,34 @@ paces = all(waits[name] > 1.1 for name in with_ours)
 lab.read(
     (
         "**With our operators the host sets the pace, because it needs longer for the launches "
-        "than the GPU for the kernels.** With SDPA it does so by less. "
+        "than the GPU for the kernels.** With SDPA the GPU waits less. "
         if paces
         else ""
     )
     + (
-        f"By the medians even the compiled formula, {step_ms('torch.compile'):.0f} ms, is faster "
-        f"than all of ours, {our_took:.0f}. "
+        "Launched by the host, all of ours gains nothing on the formula: by the medians "
+        f"{step_ms('+ dropout'):.0f} ms against {step_ms('PyTorch'):.0f} eager, and "
+        f"{our_took:.0f} against {step_ms('torch.compile'):.0f} compiled. "
         if our_took > step_ms("torch.compile")
+        and step_ms("+ dropout") > step_ms("PyTorch")
         else ""
     )
     + "Launch times scatter: the middle 60 % of the eager steps took the host "
     f"{middle_of(step_row('+ dropout'))} ms with all of ours and {middle_of(step_row('SDPA'))} "
-    "with SDPA. So we trust this gap, but not the order of our versions or what compiling changes "
-    "in their launches."
+    "with SDPA. So we trust the gap to SDPA, but not the order of our versions or what compiling "
+    "changes in their launches."
 )
 
 # %%
 
 # Reading
 lab.read(
-    "The launches of a single layer scatter less. They take "
-    f"{of_layer_host('SDPA'):.1f} ms with SDPA; our attention adds {dearer['attention']:.1f} ms, "
-    f"our layer norm {dearer['layer norm']:.1f} and our dropout {dearer['dropout']:.1f}. A launch "
-    "of ours runs Python where PyTorch's runs C++; we did not measure which part of that takes the "
-    "time."
+    "In a single layer, where launches scatter less, our attention adds "
+    f"{dearer['attention']:.1f} ms to those with SDPA, our layer norm {dearer['layer norm']:.1f} "
+    f"and our dropout {dearer['dropout']:.1f}: in {n_layers} layers "
+    f"{n_layers * sum(dearer.values()):.0f} ms. In the eager steps the host's medians differ by "
+    f"{our_host - sdpa_host:.0f}. A launch of ours runs Python where PyTorch's runs C++; we did "
+    "not measure which part of that takes the time."
 )
 
 # %%
@@ -2879,10 +2899,9 @@ lab.read(
     "**Without the table the peak of an eager step falls from "
     f"{step('peak, GiB', 'PyTorch'):.1f} GiB to {step('peak, GiB', 'SDPA'):.1f} with SDPA and "
     f"to {step('peak, GiB', '+ dropout'):.1f} with all of ours**; the tables alone were counted at "
-    f"{in_tables:.1f}. Most casts and copies go with the table: between the matmuls, where they "
-    "count, the eager formula spends "
-    f"{step('between, ms', 'PyTorch'):.0f} ms and SDPA "
-    f"{step('between, ms', 'SDPA'):.0f}."
+    f"{in_tables:.1f}. Most casts, the scale and the mask go with them: the kernels between the "
+    f"matmuls take {step('between, ms', 'SDPA'):.0f} ms with SDPA instead of "
+    f"{step('between, ms', 'PyTorch'):.0f}."
     if saved_peak > 0.8 * in_tables
     else "The peak of an eager step is "
     f"{step('peak, GiB', 'PyTorch'):.1f} GiB with the formula, {step('peak, GiB', 'SDPA'):.1f} "
@@ -2957,7 +2976,14 @@ lab.together(
         if layer_host.rows
         else [],
         "How long the host takes to launch forward and backward of one layer of large, while "
-        "nothing is queued: medians of 120 calls, and the middle 60 % of them",
+        "nothing is queued: medians of 120 calls, and the middle 60 % of them"
+        + (
+            f". With SDPA, {n_layers} such calls take {n_layers * of_layer_host('SDPA'):.0f} ms, "
+            f"more than the launches of a step, {sdpa_host:.0f}: each enters autocast and starts "
+            "autograd anew, but what takes the time we did not measure. Compare only differences"
+            if n_layers * of_layer_host("SDPA") > sdpa_host
+            else ""
+        ),
     ),
     lab.table(
         [
@@ -3011,15 +3037,16 @@ lab.together(
 #
 # A capture takes place on a stream of its own. A step runs there first, because what happens only
 # once must not be recorded: compiling, and what libraries set up for a new stream. ``wait_stream``
-# keeps the order, because streams do not wait for each other by themselves. ``capturable`` makes
-# AdamW count its steps on the GPU, without which PyTorch refuses the capture; set it after the
-# first step, because earlier it draws a warning.
+# keeps the order, because streams do not wait for each other by themselves. PyTorch captures AdamW
+# only if it is ``capturable``. We set that after the first step, because earlier it draws a
+# warning; so late it suffices only because ``fused=True`` already counts steps on the GPU.
 #
 # **A graph reads its batch from the memory where it lay at capture**, so the next batch must be
 # copied there: ``training.tokens.copy_(batch)``. After ``training.tokens = batch`` the graph trains
-# on the old batch again, without an error (see *What breaks it*). The masks of dropout are new in
-# each replay, because PyTorch writes the state of its generator into memory that the graph reads,
-# and our dropout draws its seed from that generator on the GPU.
+# on the old batch again, without an error (see *What breaks it*). A learning rate that is a Python
+# number is fixed at capture too; to change it, make it a tensor and fill that. The masks of dropout
+# are new in each replay, because PyTorch writes the state of its generator into memory that the
+# graph reads, and our dropout draws its seed from that generator on the GPU.
 
 # Folded: The function that captures, whole
 lab.source(decoder.captured)
@@ -3056,7 +3083,8 @@ def graph_dots(axes, rows):
     axes.grid(axis="x", visible=True)
     axes.grid(axis="y", visible=False)
     rows = {row["version"]: row for row in timed(rows)}
-    grey, ink = lab.colour("copy"), lab.colour("SDPA flash")
+    grey, blue = lab.colour("copy"), lab.colour("Kernel Book")
+    hollow = {"markersize": 8, "markerfacecolor": "white"}
     place, ticks, longest = 0, {}, 0
     for mode, versions in MODES.items():
         axes.text(1, place, mode, va="center", fontsize=11, fontweight="bold")
@@ -3067,8 +3095,9 @@ def graph_dots(axes, rows):
             ticks[place] = label
             took = rows[name]["step p50, ms"]
             graph_took = rows[ALL_GRAPHS[name]]["step p50, ms"]
-            axes.plot([graph_took, took], [place] * 2, color=grey, linewidth=1.5)
-            axes.plot(took, place, "o", color=grey, markersize=8)
+            ink = blue if "ours" in label else grey
+            axes.plot([graph_took, took], [place] * 2, color=ink, linewidth=1.5)
+            axes.plot(took, place, "o", color=ink, **hollow)
             axes.plot(graph_took, place, "D", color=ink, markersize=8)
             axes.annotate(
                 f"{graph_took:.1f}",
@@ -3087,8 +3116,8 @@ def graph_dots(axes, rows):
     axes.tick_params(axis="y", length=0)
     axes.set_xlim(0, 1.06 * longest)
     axes.set(xlabel="ms of a training step")
-    axes.plot([], [], "D", color=ink, markersize=8, label="as a graph")
-    axes.plot([], [], "o", color=grey, markersize=8, label="launched by the host")
+    axes.plot([], [], "D", color=grey, markersize=8, label="as a graph")
+    axes.plot([], [], "o", color=grey, label="launched by the host", **hollow)
 
 
 lab.draw(steps, "The same steps as CUDA graphs", graphs_in_words, graph_dots)
@@ -3125,7 +3154,7 @@ lab.read(
         f"{step_ms('+ dropout'):.0f} ms to {step_ms(eager_graphed):.0f}"
         + (
             f", and compiling saves another {by_compiling:.1f}. "
-            if by_compiling > 0.02 * step_ms(graphed)
+            if by_compiling > 0 and differs(step_row(eager_graphed), step_row(graphed))
             else ", and compiling changes that by less than steps scatter. "
         ),
         by_compiling,
@@ -3232,7 +3261,6 @@ def ratio(rows, theirs, own):
 
 race, without, graphs = raced(), list(GRAPHS), list(GRAPHS.values())
 race = {model: rows for model, rows in race.items() if {*without, *graphs} <= {*rows}}
-far = model_name("large", LONG)
 lab.table(
     [
         {"model": model}
@@ -3247,7 +3275,8 @@ lab.table(
         for model, rows in race.items()
     ],
     f"Milliseconds of a compiled step, at a context of {CONTEXT:,} unless named: as a graph, and "
-    "launched by the host",
+    "launched by the host. We call two different if their medians are at least 1 % apart and the "
+    "middle 60 % of their times do not overlap",
 )
 # %%
 
@@ -3284,29 +3313,6 @@ no_gain = [
         for name in without
     )
 ]
-lab.read(
-    (
-        f"**As graphs, our operators win in {listed(ahead)}"
-        if ahead
-        else "**As graphs, our operators win nowhere"
-    )
-    + (f", and lose in {listed(behind)}" if behind else ", and lose nowhere")
-    + ".** "
-    + (f"In {listed(level)} the difference is within the scatter. " if level else "")
-    + (
-        f"Launched by the host, they are far slower in {listed(waiting)}. "
-        if waiting
-        else ""
-    )
-    + (
-        f"In {listed(no_gain)}, where the kernels take longer than the launches, a graph brings "
-        "nothing that we can tell. "
-        if no_gain
-        else ""
-    )
-    + (f"Not measured: {'; '.join(failed)}." if failed else "")
-    + ("" if race else f"{nan}")
-)
 
 # %%
 
@@ -3427,12 +3433,41 @@ def tally(kind):
 
 
 pads = number(of_heads, "the book's, ms", 80) / number(of_heads, "the book's, ms", 128)
+shorter = [100 * (1 - 1 / by_model[model]) for model in ahead]
+lead = " to ".join(
+    dict.fromkeys(f"{end(shorter):.0f}" for end in (min, max) if shorter)
+)
 lab.read(
     (
-        "In 2.7B our attention, which pads heads of 80 numbers to 128, takes longer than SDPA's."
-        if "2.7B" in sides["attention", 1]
-        else f"Between the matmuls our kernels take {tally('between')}."
+        f"**As graphs, our operators take {lead} % less time than SDPA in {listed(ahead)}"
+        if ahead
+        else "**As graphs, our operators win nowhere"
     )
+    + (f", and lose in {listed(behind)}" if behind else "")
+    + ".** "
+    + (
+        f"In {listed(level)}"
+        + (
+            ", where our attention pads heads of 80 numbers to 128 and takes longer than SDPA's,"
+            if level == ["2.7B"] and "2.7B" in sides["attention", 1]
+            else ""
+        )
+        + " the difference is within the scatter. "
+        if level
+        else ""
+    )
+    + (
+        f"Launched by the host, they are far slower in {listed(waiting)}. "
+        if waiting
+        else ""
+    )
+    + (
+        f"In {listed(no_gain)}, where the kernels take longer than the launches, a graph brings "
+        "nothing that we can tell. "
+        if no_gain
+        else ""
+    )
+    + (f"Not measured: {'; '.join(failed)}." if failed else "")
     + ("" if race else f"{nan}")
 )
 
@@ -3484,8 +3519,7 @@ lab.together(
             for name, label in zip(graphs, ("SDPA", "ours"), strict=True)
         ],
         "Milliseconds of a step as a graph, with the middle 60 % of them, and of its kernels by "
-        "kind, the medians of three profiles. We call two steps different if their medians are at "
-        "least 1 % apart and the middle 60 % of their times do not overlap",
+        "kind, the medians of three profiles",
     ),
 )
 
@@ -3554,8 +3588,10 @@ lab.read(
         else "Attention without it, the book's or PyTorch's, is what shortens the kernels most: "
     )
     + f"the kernels of an eager step fall from {busy_ms_of('PyTorch'):.0f} ms to "
-    f"{busy_ms_of('SDPA'):.0f} with SDPA and {busy_ms_of('+ dropout'):.0f} with all of ours, and "
-    f"the peak of its memory from {step('peak, GiB', 'PyTorch'):.0f} GiB to "
+    f"{busy_ms_of('SDPA'):.0f} with SDPA and {busy_ms_of('+ dropout'):.0f} with all of ours (the "
+    f"step itself: {step_ms('PyTorch'):.0f}, {step_ms('SDPA'):.0f} and "
+    f"{step_ms('+ dropout'):.0f}), and the peak of its memory from "
+    f"{step('peak, GiB', 'PyTorch'):.0f} GiB to "
     + " and ".join(
         sorted(
             {f"{step('peak, GiB', name):.0f}" for name in ("SDPA", "+ dropout")},
@@ -3573,17 +3609,22 @@ lab.read(
     "Where kernels are short, capture the step as a graph. "
     + (
         f"Without a graph, take SDPA in {listed(waiting)}"
-        + (f"; in {far} the launches no longer matter. " if far in no_gain else ". ")
+        + (
+            f"; in {listed(no_gain)} the launches no longer matter. "
+            if no_gain
+            else ". "
+        )
         if waiting
         else ""
     )
     + (
-        f"As graphs, our operators are ahead of SDPA in {FEW[len(ahead)]} of {FEW[len(by_model)]} "
-        "cases"
+        f"As graphs, our operators are ahead of SDPA by {lead} % in {FEW[len(ahead)]} of "
+        f"{FEW[len(by_model)]} cases"
         if ahead
         else "As graphs, our operators are ahead of SDPA in no case"
     )
-    + (f" and behind in {FEW[len(behind)]}." if behind else ", and never behind.")
+    + (f", and behind in {FEW[len(behind)]}" if behind else "")
+    + (f"; in {listed(level)} the scatter hides any difference." if level else ".")
 )
 
 
