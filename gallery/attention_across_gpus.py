@@ -12,7 +12,7 @@ You will learn
 - how fast the connection between GPUs must be, and what that means for 8, 64 and 1,024 of them.
 
 The speeds are those of a recorded run, unless two NVIDIA GPUs or more are at hand. Without them two
-processes of the CPU run the same checks in Triton's :term:`interpreter`.
+CPU processes run the same checks in Triton's :term:`interpreter`.
 """
 
 # sphinx_gallery_thumbnail_number = 2
@@ -210,7 +210,7 @@ def pieces_of(axes, layout):
             corners = [(column, row), (column, row + 1), (column + 1, row + 1)]
             corners += [(column + 1, row)] if row > column else []
             axes.fill(*zip(*corners, strict=True), linewidth=0, **look_of(step))
-            centre = 1 / 2 if row > column else 1 / 3  # of a cell, or of half a cell
+            centre = 1 / 2 if row > column else 0.3  # of a cell, or of half a cell
             number_step(axes, column + centre, row + 1 - centre, step, 8.5)
     axes.set(xlim=(0, len(pieces)), ylim=(len(pieces), 0), aspect="equal")
     axes.set_xticks([piece + 0.5 for piece in pieces], holder)
@@ -306,24 +306,26 @@ lab.sketch(
 # what to wait for. With NCCL, ``wait`` only makes the stream of the kernels wait, and not the host.
 #
 # This is ``ring_in_turn`` as one rank runs it, under a causal mask and with zig-zag. ``following``
-# is the memory for the next keys and values, ``ring._work`` returns which queries meet which keys
-# of the rank ``source`` and whether the mask applies, and ``attention`` is the kernel of the
-# earlier chapters:
+# is the memory for the next keys and values, which come from the rank ``source``, and ``attention``
+# is the kernel of the earlier chapters:
 
 
 def ring_of_rank(rank, world, q, k, v):
     """Attention of this rank's queries with the keys of all ranks."""
-    kv = [k, v]
+    kv, half = [k, v], q.shape[2] // 2
     for step in range(world):
-        following, works = [torch.empty_like(x) for x in kv], []
+        following = [torch.empty_like(x) for x in kv]
+        works = []
         if step < world - 1:
             works = ring._pass_on(kv, dist.group.WORLD, following)
         source = (rank - step) % world
-        rows, keys, causal = ring._work(rank, source, True, "zigzag", q.shape[2])
-        met = [x[:, :, keys] for x in kv]
-        part, lse_part = attention(
-            q[:, :, rows], *met, is_causal=causal, return_lse=True
-        )
+        rows = keys = slice(None)
+        if source < rank:
+            keys = slice(half)  # only its early piece
+        elif source > rank:
+            rows = slice(half, None)  # only our late queries
+        met = [q[:, :, rows], *(x[:, :, keys] for x in kv)]
+        part, lse_part = attention(*met, is_causal=source == rank, return_lse=True)
         if step == 0:
             out, lse = part.float(), lse_part
         else:
@@ -360,25 +362,16 @@ errors = [
 ]
 assert max(errors) < 0.05
 lab.read(
-    f"On {ranks.world} ranks its output differs from float64 by at most {errors[0]:.1e}, and that "
-    f"of the package by {errors[1]:.1e}."
+    f"On {ranks.world} ranks this loop and the package's differ from float64 by at most "
+    f"{max(errors):.1e}."
 )
 
 # %%
 
-# Folded: The two helpers: _work, which queries meet which keys, and _pass_on, the transfer
-lab.listing(
-    {
-        "What a rank computes with the keys of the rank source: queries, keys, and whether under "
-        "the mask": ring._work,
-        "How a transfer begins": ring._pass_on,
-    }
-)
+# Folded: _pass_on, the transfer
+lab.listing({"How a transfer begins": ring._pass_on})
 
 # %%
-# With two ranks the package's sums have 16 bits, because there is only one addition; with more they
-# have 32, because the roundings of many additions would pile up.
-#
 # The backward pass
 # -----------------
 #
@@ -444,7 +437,9 @@ wrong = max(
 )
 lab.read(
     f"Three ranks find the gradients of the whole, to {wrong:.0e} in float64. A rank's terms for "
-    "its own keys go round as well, which costs one transfer but keeps the loop simple."
+    "its own keys go round as well, which costs one transfer but keeps the loop simple. The "
+    "package adds outputs and gradients in 16 bits with two ranks, where there is only one "
+    "addition, and in 32 with more, because the roundings of many additions would pile up."
 )
 
 # %%
@@ -452,6 +447,8 @@ lab.read(
 # Folded: The package's loop, forward and backward
 lab.listing(
     {
+        "What a rank computes with the keys of the rank source: queries, keys, and whether under "
+        "the mask": ring._work,
         "The forward pass of a rank": ring._Ring.forward,
         "The backward pass of a rank": ring._Ring.backward,
     }
@@ -464,13 +461,6 @@ lab.listing(
 # There is a second way, known from DeepSpeed Ulysses, because attention computes each head on its
 # own. One exchange turns all heads of some tokens into all tokens of some heads, on which a rank
 # computes ordinary attention, and a second exchange restores the first state.
-
-# %%
-# **When to choose it.** The number of ranks must divide both the number of query heads and that of
-# key heads. If these are equal, the ring moves two tensors :math:`W - 1` times in the forward pass,
-# and all to all moves four once, but for the :math:`1 / W` that stays, which makes :math:`2 / W` of
-# the ring's bytes. However, nothing is computed meanwhile. So by this count all to all suits short
-# parts on many ranks, and the ring suits long parts, whose transfers hide, on any number of ranks.
 
 # %%
 
@@ -500,9 +490,6 @@ def both_states(before, after):
     held_by(after, "after: all tokens", lambda row, column: column)
 
 
-# %%
-
-# Folded: The exchange, as a picture and in code
 lab.sketch(
     "Which rank holds what, before and after the exchange",
     "Two grids with a row for each quarter of the tokens and a column for each quarter of the "
@@ -511,7 +498,18 @@ lab.sketch(
     panels=2,
     height=2.9,
 )
+
+# %%
+
+# Folded: The exchange in code
 lab.source(ring._exchange)
+
+# %%
+# **When to choose it.** The number of ranks must divide both the number of query heads and that of
+# key heads. If these are equal, all to all moves four tensors once in the forward pass, where the
+# ring moves two :math:`W - 1` times: :math:`2 / W` of the bytes, because :math:`1 / W` of each of
+# the four stays. But nothing is computed meanwhile. So by this count all to all suits short parts
+# on many ranks, and the ring suits long parts, whose transfers hide, on any number of ranks.
 
 # %%
 # Is it right?
@@ -872,10 +870,11 @@ at_shortest = speed.at(provider="Kernel Book", seqlen=first)[["ms", "p80"]].mean
 slowest_round = at_shortest["ms"] + (at_shortest["p80"] - at_shortest["ms"]) / 0.6
 doubtful = slowest_round > speed.milliseconds_at("zig-zag", seqlen=first)
 gains = {n: percent("Kernel Book", n) - percent("zig-zag", n) for n in LENGTHS}
-sweeps_differ = abs(
-    percent("Kernel Book", PEER_LENGTHS[-1])
-    - 100 * beside.share("Kernel Book", seqlen=PEER_LENGTHS[-1])
-)
+sweeps_differ = {
+    n: abs(percent("Kernel Book", n) - 100 * beside.share("Kernel Book", seqlen=n))
+    for n in PEER_LENGTHS
+}
+in_doubt = [n for n in LENGTHS if gains[n] < max(sweeps_differ.values())]
 lab.read(
     (
         "**Hiding the transfers gains most on short sequences:** "
@@ -890,9 +889,11 @@ lab.read(
         else ""
     )
     + (
-        f"The gain at {last:,} is within the noise, because a second sweep of our ring differed by "
-        f"{sweeps_differ:.1f} points."
-        if gains[last] < sweeps_differ
+        f"What we gain at {' and '.join(f'{n:,}' for n in in_doubt)} may be noise, because a "
+        "second sweep of our ring differed by "
+        + " and ".join(f"{gap:.1f} points at {n:,}" for n, gap in sweeps_differ.items())
+        + "."
+        if in_doubt
         else ""
     )
 )
@@ -1020,18 +1021,13 @@ ideal_ms, ring_ms = (
 )
 cost = {row["version"]: row["ms a call"] for row in costs.rows}
 ring_cost, alone_cost = cost.get("ring", nan), cost.get("one GPU", nan)
-halfway = ideal_ms + 0.5 * (ring_ms - ideal_ms)
 lost = all(percent(name, first) < percent(name, last) for name in RUNGS)
 lab.read(
     ("**Short sequences lose in every version.** " if lost else "")
-    + f"At {first:,} tokens, {ring_ms - ideal_ms:.1f} ms of {ring_ms:.1f} are lost. The kernels of "
-    f"the ring take {by_kernels:.1f} ms if we launch them one at a time, and its host needs "
-    f"{ring_cost:.1f} ms even for {SHORT} tokens. "
-    + (
-        "Either could explain the loss. Because they overlap in the ring, we cannot say which does."
-        if min(by_kernels, ring_cost) > halfway
-        else "Neither explains the loss alone."
-    )
+    + f"At {first:,} tokens the ring takes {ring_ms:.1f} ms, and linear scaling would take "
+    f"{ideal_ms:.1f}. Launched one at a time the kernels of the ring take {by_kernels:.1f} ms, "
+    f"launches included, and its host needs {ring_cost:.1f} ms even for {SHORT} tokens. In the "
+    "ring both overlap, so these times do not tell which of them causes the loss."
 )
 
 # %%
@@ -1095,12 +1091,12 @@ def beside_ours(name, found):
     untimed = [f"{n:,}" for n in LENGTHS if n not in PEER_LENGTHS]
     return (
         "**PyTorch's own ring**, the experimental `context_parallel`, around "
-        f"{name.removesuffix(' CP')}'s attention, takes {compared(found)}. How much of this is the "
-        "kernel's we did not measure."
+        f"{name.removesuffix(' CP')}'s attention, takes {compared(found)}. The two use different "
+        "kernels"
         + (
-            f" At {' and '.join(untimed)} tokens, where ours is weakest, we did not time it."
+            f", and we did not time {untimed[0]} tokens, where ours is weakest."
             if untimed == [f"{first:,}"]
-            else ""
+            else "."
         )
     )
 
@@ -1222,10 +1218,10 @@ def tensors(held, size):
 
 
 lab.read(
-    f"**With {most} GPUs the peak of a layer falls by only "
-    f"{100 * (1 - together / gib.get(1, nan)):.0f} %**, although each holds "
-    f"{'half' if most == 2 else f'1/{most}'} of the tokens, because parts and gradients that "
-    "travel come on top."
+    f"**With {most} GPUs, what a layer keeps for the backward pass falls to "
+    f"{'half' if most == 2 else f'1/{most}'}, but its peak by only "
+    f"{100 * (1 - together / gib.get(1, nan)):.0f} %**, because parts and gradients on their way "
+    "come on top. These exist in one layer at a time."
 )
 
 # %%
@@ -1259,10 +1255,10 @@ lab.together(
 # One call, in a profiler
 # -----------------------
 #
-# The figure shows one call on rank 0 with 16,384 tokens per rank (32,768 in all, between two points
-# of the sweep). There are four transfers: keys and values in the forward pass (1) and in the
-# backward pass (2), their gradients (3), and the complete gradients on their way home (4). A
-# transfer's bar includes the wait for the other rank.
+# The figure shows one call on rank 0 with 16,384 tokens per rank (32,768 in all). There are four
+# transfers: keys and values in the forward pass (1) and in the backward pass (2), their gradients
+# (3), and the complete gradients on their way home (4). A transfer's bar includes the wait for the
+# other rank.
 
 # Measuring
 TRACED = 16384 // SHRINK * ranks.world
@@ -1449,14 +1445,21 @@ merging = sum(
     for start, end in lane_rows(schedule.rows, "waited for", "compute")
     if start < turn < end
 )
+in_sweep = {
+    n: 100 * (1 - took / speed.milliseconds_at("zig-zag", seqlen=n))
+    for n in LENGTHS[:2]
+    for took in [speed.milliseconds_at("Kernel Book", seqlen=n)]
+}
 lab.read(
-    f"**Hiding saves {before - after:.1f} of {before:.1f} ms:** {moved:.1f} of transfers that "
-    "moved beside kernels, and the rest of gaps around transfers. Transfer 4 does not hide, "
+    f"**In the profiler, hiding saves {before - after:.1f} of {before:.1f} ms:** {moved:.1f} of "
+    "transfers that moved beside kernels, and the rest of gaps around transfers. This is "
+    f"{100 * (1 - after / before):.0f} % of the time, where the sweep saved "
+    + " and ".join(f"{saved:.0f} % at {n:,}" for n, saved in in_sweep.items())
+    + " tokens; the profiler slows the host and may widen the gaps. Transfer 4 does not hide, "
     "because nothing is left to compute, and most of transfer 1 does not, because the first kernel "
     "begins "
-    f"{begins:.1f} ms later, although it needs nothing from it. The host launches the transfer "
-    "first; whether that is the reason we did not measure. The light end of the first bar is the "
-    f"merge, {merging:.1f} ms, and the last sliver adds terms to `dq`."
+    f"{begins:.1f} ms later, although it needs nothing from it, perhaps because the host launches "
+    f"the transfer first. The light end of the first bar is the merge, {merging:.1f} ms."
     if schedule.rows or schedule.provenance is None
     else "The profiler saw no kernel on this machine."
 )
@@ -1582,7 +1585,8 @@ lab.read(
         else "We measured "
     )
     + f"{bandwidth / 1e9:.0f}{' GB/s' * (not (links and per_link))}. Between hosts, a network card "
-    f"of 400 Gb/s carries {NETWORK / 1e9:.0f} GB/s at most. **With more than two ranks, the "
+    f"of 400 Gb/s carries {NETWORK / 1e9:.0f} GB/s at most. A backward step of {largest:,} tokens "
+    f"computes at {flops['backward'] / 1e12:.0f} TFLOP/s. **With more than two ranks, the "
     "formula hides all transfers from "
     f"{round(hidden_from('backward', bandwidth), -2):,.0f} tokens per rank over {joined}, and from "
     f"{round(hidden_from('backward', NETWORK), -3):,.0f} over a network card**, or "
@@ -1591,7 +1595,7 @@ lab.read(
 
 # %%
 
-# Reading
+# Folded: What each step and each transfer took
 at_full_speed = {
     n: measured_step(largest, "step, forward") * (n / largest) ** 2 for n in PARTS
 }
@@ -1599,18 +1603,6 @@ step_of = {row["tokens of a part"]: row["step, forward, ms"] for row in steps.ro
 shown = [n for n in step_of if at_full_speed.get(n, 0) > 0.5 * step_of[n]]
 always = all(measured_transfer(n) < step_of[n] for n in shown)
 too_long = [f"{n:,}" for n in shown if on_paper(n) > step_of[n]]
-lab.read(
-    f"By the times that we measured, {joined} hides {'every' if always else 'not every'} transfer "
-    f"of the forward pass at {' and '.join(f'{n:,}' for n in shown)} tokens, and a network card, "
-    "at its line rate, hides "
-    + (f"none at {' and '.join(too_long)}." if too_long else "every one as well.")
-    if step_of
-    else f"Steps and transfers: {nan}."
-)
-
-# %%
-
-# Folded: What each step and each transfer took
 lab.together(
     lab.table(
         [
@@ -1626,7 +1618,11 @@ lab.together(
         "A forward step and the transfer beside it",
     ),
     lab.read(
-        "The formula takes the speeds of the largest step and transfer. Where a step takes far "
+        f"{joined[0].upper() + joined[1:]} hides {'every' if always else 'not every'} transfer of "
+        f"the forward pass at {' and '.join(f'{n:,}' for n in shown)} tokens, and a network card, "
+        "at its line rate, hides "
+        + (f"none at {' and '.join(too_long)}. " if too_long else "every one as well. ")
+        + "The formula takes the speeds of the largest step and transfer. Where a step takes far "
         "longer than its scores would, we see its launch and not its scores. The last column is "
         "the bytes over the line rate, the least possible time: a real card also has a latency. "
         "For the forward pass the formula hides a transfer from "
@@ -1644,8 +1640,9 @@ lab.together(
 # For more GPUs we simulate a ring from the pieces that we measured. A step takes as long as the
 # longest of three: its scores, the transfer beside them, and the host's time to launch it. The last
 # gradients come on top, because nothing hides them. Between the lengths that we timed we
-# interpolate. Eight GPUs share a host, and we assume the NVLink speed of our pair. For more we take
-# the line rate of a network card, because the slowest link sets the pace of the ring.
+# interpolate, and beyond them we extrapolate. Eight GPUs share a host, and we assume the NVLink
+# speed of our pair. For more we take the line rate of a network card, because the slowest link sets
+# the pace of the ring.
 
 
 # Measuring
@@ -1697,6 +1694,7 @@ def curves(axes, rows):
     ours, over_network = lab.colour("Kernel Book"), lab.colour("network")
     knee = hidden_from("backward", NETWORK)
     axes.axvline(knee, color="#afb8c1", linewidth=0.8)
+    axes.text(1.03 * knee, 6, "hidden, by the formula", fontsize=9, color="#59636e")
     looks = {
         8: ("8 GPUs, NVLink", {"color": ours, "linewidth": 2.2}),
         64: (
@@ -1716,22 +1714,22 @@ def curves(axes, rows):
     parts = [n / WORLD for n in LENGTHS]
     axes.plot(parts, found, label=f"{WORLD} GPUs, measured", **dots)
     axes.set_xscale("log", base=2)
-    axes.set_xticks([2**k for k in range(12, 18)], [f"{2**k}Ki" for k in range(2, 8)])
+    axes.set_xticks([2**k for k in range(12, 18)], [f"{2**k:,}" for k in range(12, 18)])
     axes.set_ylim(0, 105)
-    axes.set(xlabel="tokens per rank", ylabel="% of linear scaling, simulated")
+    axes.set(xlabel="tokens per rank", ylabel="% of linear scaling")
 
 
 def in_words_of(rows):
     found = "; ".join(
         f"with {world:,} GPUs "
         + ", ".join(
-            f"{linear(world, world * n, link):.0f} % at {n // 1024}Ki"
+            f"{linear(world, world * n, link):.0f} % at {n:,}"
             for n in (8192, 16384, 32768)
         )
         for world, link in CLUSTERS.items()
     )
     return (
-        "Lines that rise with the number of tokens per rank and stay flat from 32Ki: "
+        "Lines that rise with the number of tokens per rank and stay flat from 32,768: "
         f"{found}. The lines of 64 and of 1,024 GPUs lie on each other. A thin line stands near "
         "the length at which they become flat. Three dots, measured, lie on or below a dashed line."
     )
@@ -1745,15 +1743,17 @@ lab.draw(steps, "The ring with more GPUs, by tokens per rank", in_words_of, curv
 GOOD = 80
 differ = {n: linear(WORLD, n, bandwidth) - percent("Kernel Book", n) for n in LENGTHS}
 lab.read(
-    "**Only the tokens per rank count:** the lines of 64 and 1,024 GPUs lie on each other. The "
-    "thin line is where the formula hides all transfers over the network. We can compare with "
-    f"{WORLD} ranks only, the dots: the simulation differs by "
+    "**In this model 64 and 1,024 GPUs lie on one line,** because it knows no slow rank and no "
+    "shared switch. Eight lie below two, because a smaller share of their steps is over a rank's "
+    f"own keys, which takes less time. We can compare with {WORLD} ranks only, the dots: the "
+    "simulation differs by "
     + ", ".join(
         f"{points:+.0f}".replace("-", "\N{MINUS SIGN}") for points in differ.values()
     )
     + " points at "
     + ", ".join(f"{n // WORLD:,}" for n in differ)
-    + " tokens per rank."
+    + " tokens per rank"
+    + (", so it is too hopeful." if min(differ.values()) > 0 else ".")
 )
 
 # %%
@@ -1765,10 +1765,9 @@ def reaches(world, link):
     return 2 ** float(numpy.interp(GOOD, shares, numpy.log2(PER_RANK)))
 
 
-def short(tokens):
-    """A length with three digits, as the axis of the figure has it."""
-    size, letter = (2**20, "Mi") if tokens >= 2**20 else (2**10, "Ki")
-    return f"{tokens / size:.3g}{letter}"
+def about(tokens):
+    """A length, rounded to two digits."""
+    return float(f"{tokens:.1e}")
 
 
 lab.table(
@@ -1776,8 +1775,8 @@ lab.table(
         {
             "GPUs": f"{world:,}",
             "connection": joined if link == bandwidth else "network card",
-            "tokens per rank": short(reaches(world, link)),
-            "tokens in all": short(world * reaches(world, link)),
+            "tokens per rank": f"{about(reaches(world, link)):,.0f}",
+            "tokens in all": f"{about(world * about(reaches(world, link))):,.0f}",
         }
         for world, link in CLUSTERS.items()
     ]
@@ -1806,13 +1805,13 @@ flat = (
     else {nan}
 )
 lab.read(
-    f"**Three limits follow each other.** The host bounds the line of 8 GPUs up to about "
-    f"{by_host / 1024:.0f}Ki tokens per rank, probably too far, because we charge all of its time "
-    f"to the steps. Up to {short(largest)}, the largest part that we timed, shorter parts take "
-    "longer per score. Transfers bound the line of the network almost to the thin line. At the "
-    f"right all end near {' or '.join(map(str, sorted(flat)))} %, because a forward step over "
-    f"another rank's keys takes {100 * (slower - 1):.0f} % longer than as many scores of its own "
-    "part; how much of this is the merge we did not separate."
+    f"**From left to right:** below {largest:,} tokens, the longest part whose steps we timed, "
+    "parts take longer per score. The host limits steps of 8 GPUs up to about "
+    f"{about(by_host):,.0f} tokens per rank, probably too far, because we charge all of its time "
+    "to the steps. Transfers limit the lines of the network almost to the thin line. Beyond "
+    f"{largest:,} tokens we extrapolate, and all lines end near "
+    f"{' or '.join(map(str, sorted(flat)))} %, because a forward step over another rank's keys "
+    f"takes {100 * (slower - 1):.0f} % longer than as many scores of its own part."
 )
 
 # %%
@@ -1835,7 +1834,7 @@ for world, link in CLUSTERS.items():
 lab.table(rows if steps.rows else [], "The ring with more GPUs, simulated")
 
 # %%
-# **A ring is for long parts, so at a given length for few ranks.** Larger clusters can combine both
+# **A ring wants long parts: at a given length, few ranks.** Larger clusters can combine both
 # ways: heads within a host, and a ring of hosts (USP, in the references).
 #
 # In a training script
@@ -2001,12 +2000,19 @@ waits = {
     )
     for mistake in ("another shape", "comes late", "dies")
 }
+
+
+def noticed(mistake):
+    """When the ranks notice a mistake, in words."""
+    return "at once" if waits[mistake] < 0.1 else f"after {waits[mistake]:.1f} s"
+
+
 silent = {row["mistake"] for row in (*shown, *here) if "returns" in row["what it says"]}
 lab.read(
     "**A wrong shape, a late rank, a dead one.** No rank hangs. If the last rank passes a longer "
-    f"part, all refuse it after {waits['another shape']:.1f} s. If it comes late, the others wait "
-    f"{waits['comes late']:.1f} s, their time-out. If it ends without a word, they notice after "
-    f"{waits['dies']:.1f} s, probably by its closed connection."
+    f"part, all refuse it {noticed('another shape')}. If it comes late, the others wait "
+    f"{waits['comes late']:.1f} s, their time-out. If it ends without a word, they notice "
+    f"{noticed('dies')}, probably by its closed connection."
     + (
         f" Some return as if nothing had happened: {', '.join(sorted(silent))}."
         if silent

@@ -808,11 +808,12 @@ def on_doctree_read(app, doctree):
 
 
 def lighten(app, doctree, docname):
-    """Write names, punctuation and spaces of code without a span each.
+    """Write names, punctuation and spaces of code without a span each, and a string with one.
 
-    Sphinx-Gallery gives every token a span. These have the colour of the block in both themes, and
-    were a third of the bytes of a chapter. A name within a link keeps its span, because a link has
-    a colour of its own. What only a formatter or linter reads is left out.
+    Sphinx-Gallery gives every token a span, and a string three. Names, punctuation and spaces have
+    the colour of the block in both themes, and their spans were a third of the bytes of a chapter.
+    A name within a link keeps its span, because a link has a colour of its own. What only a
+    formatter or linter reads is left out.
     """
     from kernelbook.lab import display
 
@@ -821,6 +822,18 @@ def lighten(app, doctree, docname):
             token.parent.remove(token)
         elif token["classes"] in PLAIN and not isinstance(token.parent, nodes.reference):
             token.parent.replace(token, nodes.Text(token.astext()))
+    for token in list(doctree.findall(nodes.inline)):
+        before = token.previous_sibling()
+        if (
+            isinstance(token.parent, nodes.FixedTextElement)
+            and isinstance(before, nodes.inline)
+            and before["classes"] == token["classes"]
+            and all(isinstance(part, nodes.Text) for part in (*before, *token))
+        ):
+            whole = nodes.inline(classes=token["classes"])
+            whole += nodes.Text(before.astext() + token.astext())
+            token.parent.remove(before)
+            token.parent.replace(token, whole)
     for block in doctree.findall(nodes.literal_block):
         if block.rawsource == block.astext() and display.FOR_TOOLS.search(block.rawsource):
             block.rawsource = display.for_readers(block.rawsource)
