@@ -825,7 +825,7 @@ def lighten(app, doctree, docname):
     for token in list(doctree.findall(nodes.inline)):
         before = token.previous_sibling()
         if (
-            isinstance(token.parent, nodes.FixedTextElement)
+            token.parent.tagname == "code_links_block"  # of Sphinx-Gallery
             and isinstance(before, nodes.inline)
             and before["classes"] == token["classes"]
             and all(isinstance(part, nodes.Text) for part in (*before, *token))
