@@ -542,8 +542,9 @@ def _update(acc, l_i, m_i, qk, v):
 # - **p in 16 bits.** ``p.to(v.dtype)`` rounds ``p`` if the inputs have 16 bits, because a
 #   :term:`matrix unit` takes both operands in one format.
 # - **input_precision.** By default, ``tl.dot`` rounds float32 operands to :term:`TF32`, by up to a
-#   thousandth. ``"ieee"`` does not, but cannot use the matrix units; ``"tf32x3"`` follows in the
-#   next chapter. Operands of 16 bits are not affected.
+#   thousandth, so that the matmul is as coarse as one in float16. ``"ieee"`` does not, but cannot
+#   use the matrix units; ``"tf32x3"`` follows in the next chapter. Operands of 16 bits are not
+#   affected.
 #
 # A tile has ``BLOCK_M`` queries or ``BLOCK_N`` keys. A launch starts a :term:`grid` of programs,
 # one for each tile of queries along axis 0 and for each head along axis 1. Each begins with the

@@ -2609,6 +2609,11 @@ lab.together(
 # --------------
 #
 # Two mistakes with 8 bits raise no error: a wrong descale, and one power of two too many.
+#
+# .. code-block:: python
+#
+#    Quantized(stored / 2, descale)  # wrong: the product is halved
+#    Quantized(stored / 2, 2 * descale)  # right
 
 
 # Measuring

@@ -3015,6 +3015,11 @@ lab.together(
 # So a key that is not there has the score 0 and the weight :math:`e^{0 - \mathrm{lse}}`, which is
 # multiplied by zeros. But if lse is below about −88.7, this weight is infinite in float32, and
 # infinity times zero is not a number. So the kernel masks it.
+#
+# .. code-block:: python
+#
+#    weight = exp(0 - lse)  # wrong, for a key that is not there
+#    weight = where(key < seqlen_k, exp(0 - lse), 0)  # right
 
 
 # Measuring

@@ -1751,6 +1751,11 @@ lab.together(
 # Three mistakes make layer norm wrong without an error: the variance from *squares*, the mean *not
 # corrected*, and deviations without ``tl.where``, so that each zero of the *padding*, here in a
 # block of 1,024, adds the square of the mean.
+#
+# .. code-block:: python
+#
+#    deviation = x - mean  # wrong: -mean, squared, in the padding
+#    deviation = tl.where(cols < n_cols, x - mean, 0.0)  # right
 
 
 # Measuring

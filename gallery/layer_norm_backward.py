@@ -53,7 +53,8 @@ lab.start("layer_norm_backward", "kernelbook.ops.layer_norm")
 # Layer norm computes :math:`y_j = \hat{x}_j w_j + b_j`, where :math:`\hat{x}` is the row shifted to
 # mean 0 and scaled to variance 1. Its backward pass is given ``dy``, the gradient of the loss with
 # respect to ``y``, and computes the gradients of ``x``, of the weight and of the bias. The forward
-# pass has stored ``mean`` and ``rstd``, the reciprocal of the standard deviation.
+# pass has stored ``mean`` and ``rstd``, the reciprocal of the standard deviation: two numbers per
+# row, without which backward would have to read the row once more before it could use it.
 
 
 def simple_backward(x, w, mean, rstd, dy):
@@ -247,8 +248,7 @@ lab.read(
 #    *Step 6.* :math:`J` is symmetric, so :math:`dx = J\, d\hat{x}`, and no matrix need be built:
 #    :math:`\mathbf{1} \mathbf{1}^\top / N` times a vector is its mean, and
 #    :math:`\hat{x} \hat{x}^\top / N` times it is :math:`\hat{x}` times another mean. These are the
-#    formulas above. The code of this page checks steps 2 to 6 one by one against automatic
-#    differentiation in float64.
+#    formulas above.
 
 
 # Measuring
@@ -293,7 +293,16 @@ steps = {
     "6: J times wdy": (J @ (w * dy), jacobian(loss, x)),
     "6: with c1 and c2": (dx[0], jacobian(loss, x)),
 }
-assert all((ours - true).abs().max() < 1e-14 for ours, true in steps.values())
+worst = max((ours - true).abs().max().item() for ours, true in steps.values())
+assert worst < 1e-14
+
+# %%
+
+# Reading
+lab.read(
+    "Steps 2 to 6 agree with automatic differentiation in float64: the largest difference is "
+    f"{worst:.0e}."
+)
 
 # %%
 # The backward kernel

@@ -203,6 +203,7 @@ function enlarge(image) {
   const button = Object.assign(document.createElement("button"), { textContent: "Close" });
   const copy = image.cloneNode();
   copy.removeAttribute("loading");
+  copy.style.minWidth = `${1.6 * image.getBoundingClientRect().width}px`; // also of a wide one
   dialog.append(button, copy);
   dialog.addEventListener("click", () => dialog.close());
   dialog.addEventListener("close", () => dialog.remove());
