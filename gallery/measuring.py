@@ -108,8 +108,8 @@ def events(run, before=lambda: None):
 # The orange span is what each way measures.
 #
 # The previous run leaves one more effect: a small input is still in the :term:`L2` cache, where the
-# next run finds it, although in a model other kernels would have replaced it by then. So overwrite
-# the cache before the pause, with more zeros than any L2 holds. This is the fifth way and the best,
+# next run finds it. In a model it may be there or not, and we time the colder case: overwrite the
+# cache before the pause, with more zeros than any L2 holds. This is the fifth way and our choice,
 # here as one function, to copy. Its pause, ``torch.cuda._sleep``, is private to PyTorch and counts
 # clock cycles: two million take about a millisecond, longer than the host needs to queue the call.
 
@@ -204,8 +204,11 @@ def bars_in_words(columns, unit):
     return words
 
 
-def bars(columns, unit):
-    """Draw a bar for each row of a table and each of some columns, which have labels."""
+def bars(columns, unit, aside=False):
+    """Draw a bar for each row of a table and each of some columns, which have labels.
+
+    The numbers stand at the ends of the bars, or aside, at the right edge.
+    """
 
     def how(axes, rows):
         each = 0.8 / len(columns)
@@ -220,8 +223,10 @@ def bars(columns, unit):
             axes.barh(places, found, 0.9 * each, color=ink, label=label)
             for place, value in zip(places, found, strict=True):
                 axes.annotate(
-                    f"{value:,.1f}".replace("-", "−"), (max(value, 0), place), (4, 0), va="center",
-                    textcoords="offset points", fontsize=10,
+                    f"{value:,.1f}".replace("-", "−"), (1 if aside else max(value, 0), place),
+                    (36 if aside else 4, 0), textcoords="offset points", va="center",
+                    ha="right" if aside else "left", fontsize=10,
+                    xycoords=axes.get_yaxis_transform() if aside else "data",
                 )  # fmt: skip
         axes.set_yticks(range(len(rows)), [next(iter(row.values())) for row in rows])
         axes.set(xlabel=unit)
@@ -271,11 +276,10 @@ paused = "events after a pause"
 nothing = {way: cell(five_ways, way, "nothing, µs") for way in WAYS}
 added = large["clock and wait"] - large[best]
 lab.read(
-    f"The large softmax takes {large[best]:.0f} µs. `clock` shows {large['clock']:.1f}, because it "
-    f"stops when the kernel is queued; with a wait it shows {added:.0f} µs too many. Two events "
-    f"without a pause add {large['events'] - large[paused]:.0f} µs to the large softmax and "
-    f"{small['events'] - small[paused]:.0f} to the small one. All of that is the host's, "
-    "because it is gone after a pause; which step of the host takes how long we have not separated."
+    f"The large softmax takes {large[best]:.0f} µs; `clock_and_wait` shows {added:.0f} too many. "
+    f"Two events without a pause add {large['events'] - large[paused]:.0f} µs to the large one and "
+    f"{small['events'] - small[paused]:.0f} to the small one. All of that is the host's, because "
+    "it is gone after a pause; which step of the host takes how long we have not separated."
 )
 
 # %%
@@ -381,7 +385,7 @@ lab.together(
 # Pay the host once: CUDA graphs
 # ------------------------------
 #
-# For tens of microseconds the host runs Python code, which checks arguments, allocates the output
+# A call costs the host tens of microseconds of Python: it checks arguments, allocates the output
 # and launches the kernel.
 
 
@@ -640,7 +644,8 @@ lab.read(
     f"{100 * (1 - as_graph[many] / singly[many]):.0f} %, because there the kernels take longer "
     "than their launches."
     + (
-        " (That the times one by one vary so much is the unsteady host again.)"
+        f" (One by one, all up to {bound[-1]:,} rows should take about as long; that they do not "
+        "is presumably the unsteady host.)"
         if max(by_host) > 1.2 * min(by_host)
         else ""
     )
@@ -753,8 +758,8 @@ lab.read(
 # Cold and warm
 # -------------
 #
-# To see what the flush is worth, we copy tensors of growing size, from a cold cache and from that
-# which the copy before has left. Guess: at which size does the cache help a copy most?
+# To see what the flush is worth, we copy tensors of growing size, from a cold cache and from a warm
+# one. Guess: at which size does the cache help a copy most?
 
 
 def copies():
@@ -808,6 +813,7 @@ def two_lines(axes, rows):
         textcoords="offset points",
         color=lab.colour("copy"),
     )
+    axes.set_xticks([row["MiB"] for row in rows if row["MiB"] not in (48, 96)])
     axes.xaxis.set_major_formatter(lambda mib, _: f"{mib:,.0f}")
     axes.yaxis.set_major_formatter(lambda speed, _: f"{speed:,.0f}")
     axes.set(
@@ -829,7 +835,7 @@ most, last = max(gain, key=gain.get), max(warm)
 lab.read(
     f"The cache helps most at {most:,} MiB, by a factor of {gain[most]:.2f}, and hardly at "
     f"{last:,} MiB, which no cache holds. So a benchmark without a flush is right for large inputs "
-    "and flatters small ones."
+    "and too fast for small ones, unless your program leaves them in the cache."
 )
 
 # %%
@@ -949,7 +955,9 @@ by_the_host = by_events + by_timer
 lab.read(
     f"On the large input all agree within {100 * (max(all_large) / min(all_large) - 1):.0f} %. On "
     f"the other two, the first two loops show {min(by_the_host):.0f} to {max(by_the_host):.0f} µs, "
-    f"the pace of the host, for kernels of {by_book[0]:.0f} and {by_book[1]:.0f}. `do_bench` has "
+    "the pace of the host"
+    + (", quicker here than above," if max(by_the_host) < fastest else ",")
+    + f" for kernels of {by_book[0]:.0f} and {by_book[1]:.0f}. `do_bench` has "
     "no pause, but its flush keeps the GPU busy while the host queues the kernel"
     + (
         f", too briefly here: all but {by_book[0]:.0f} of its {flushed[0]:.0f} µs are the host's."
@@ -1112,7 +1120,7 @@ def load_in_words(rows):
 
 def load_bars(axes, rows):
     turns = "; the line: over the turns" if "slower, most, %" in rows[0] else ""
-    bars({"slower, %": ""}, f"% longer than rested{turns}")(axes, rows)
+    bars({"slower, %": ""}, f"% longer than rested{turns}", aside=True)(axes, rows)
     for place, row in enumerate(rows):
         if "slower, most, %" in row:  # from the least of the turns to the most
             ends = row["slower, least, %"], row["slower, most, %"]
@@ -1184,25 +1192,34 @@ def clock_falls(name):
 
 
 reason = works[names[0]].get("reason", "not readable")
+by_clock = 100 * (from_mhz[names[0]] / to_mhz[names[0]] - 1)
 lab.read(
     f"On a busy GPU the matmul of random numbers takes {slower[names[0]]:.1f} % longer"
     + (
-        f" ({least[names[0]]:.1f} to {most[names[0]]:.1f} % in every turn)"
-        if most[names[0]] - least[names[0]] < 1
-        else f" ({least[names[0]]:.1f} to {most[names[0]]:.1f} % over the turns)"
-        if most[names[0]] > least[names[0]]
+        f", and its clock, counted after each batch, falls {clock_falls(names[0])}"
+        if clock_falls(names[0])
         else ""
     )
-    + (f": its clock falls {clock_falls(names[0])}" if clock_falls(names[0]) else "")
     + (
-        f", for which `nvidia-smi` names the {reason} as the reason"
+        f", for which `nvidia-smi` names the {reason}"
         if clock_falls(names[0]) and reason not in ("not readable", "none")
         else ""
     )
     + (
-        f". It draws {watts[names[0]]:.0f} W of the {limit[names[0]]:.0f} that the GPU may."
+        f" ({watts[names[0]]:.0f} W of {limit[names[0]]:.0f})."
         if limit[names[0]] > 0 and watts[names[0]] > 0
         else "."
+    )
+    + (
+        f" If the time followed that clock, it would be {by_clock:.0f} %; why it is less we do not "
+        "know."
+        if by_clock > slower[names[0]] + 3
+        else ""
+    )
+    + (
+        " The copies get slightly faster."
+        if all(most[name] < 0 for name in copies_of)
+        else ""
     )
 )
 
@@ -1272,10 +1289,10 @@ lab.together(
             else ", which one measurement of each does not tell from chance."
         )
         + (
-            " Power probably costs the matmul of random numbers more than the figure shows, "
-            f"because even rested it takes {rested[names[0]]:,.0f} µs where that of zeros takes "
-            f"{rested[names[1]]:,.0f}; the clock counted after both is nearly the same, but it may "
-            "have dipped during the runs."
+            f" Even rested, the matmul of random numbers takes {rested[names[0]]:,.0f} µs where "
+            f"that of zeros takes {rested[names[1]]:,.0f}, with nearly the same clock counted "
+            "after both. It may have dipped during the runs; then power costs this matmul more "
+            "than the figure shows."
             if slowed_at_rest
             else ""
         )
@@ -1356,7 +1373,7 @@ times = at_most(spread.rows) or dict.fromkeys(PERCENT, nan)
 beyond = {share: 100 * (times[share] / times[50] - 1) for share in (80, 100)}
 lab.read(
     f"One run in five takes at least {beyond[80]:.1f} % longer than the median, and the slowest "
-    f"{beyond[100]:.0f} %. How far out such runs lie moves the mean, but not the median. So this "
+    f"{beyond[100]:.0f} %. Such runs pull the mean up, but hardly the median. So this "
     "book reports the median, **p50**, and shows the spread as the band from **p20** to **p80**. "
     "How many runs does a median need? In 95 of 100 samples from these runs, the median of "
     f"{SAMPLES[0]} lies within {by_median[0]:.1f} % of that of all, of {SAMPLES[1]} within "
@@ -1442,7 +1459,7 @@ lab.read(
     "A comes right after the large matmul, and the order alone makes it differ from itself by "
     f"{max(apart['fixed']):.1f} %."
     + (
-        " (The other kernel, a large softmax, shows no such difference.)"
+        " (A large softmax in its place shows no such difference.)"
         if min(apart["fixed"]) < 0.5
         else ""
     )
@@ -1501,17 +1518,18 @@ resolved = max(
     (row["A and B apart, at most, %"] for row in in_the_loop.rows), default=nan
 )
 counts_as_none = max(1, numpy.ceil(10 * max(by_median[-1], resolved)) / 10)
-in_loops = (
-    small[best],
-    cell(in_the_loop, "softmax of 64 × 1,024", "A, µs"),
-    cell(suites, "this book's", sizes[0]),
-)
+occasions = small[best], cell(suites, "this book's", sizes[0])
 lab.read(
     "So we gave each of three kernels two names and timed both in the book's loop, four times, "
     f"together with the large matmul. A and B were never more than {resolved:.2g} % apart, so with "
-    f"some margin {counts_as_none:g} % is our threshold for kernels timed **in one loop**. It does "
-    f"not hold across loops: on this page the same small softmax takes {in_loops[0]:.3g}, "
-    f"{in_loops[1]:.3g} and {in_loops[2]:.3g} µs in three of them."
+    f"some margin {counts_as_none:g} % is our threshold for kernels timed **in one loop**."
+    + (
+        " It does not hold from one occasion to another: the fifth way found "
+        f"{occasions[0]:.1f} µs for the small softmax at the beginning of this page, and "
+        f"{occasions[1]:.1f}, as `gpu_time`, beside the ready-made loops."
+        if max(occasions) > (1 + counts_as_none / 100) * min(occasions)
+        else ""
+    )
 )
 
 # %%
@@ -1660,11 +1678,17 @@ def recorded_points(gpu):
                 yield name, flops / moved, flops / took[1] / 1e9
 
 
+def roof_of(name, intensity, row):
+    """The most TFLOP/s, by a copy and a matmul; twice the matmul in FP8, as NVIDIA states."""
+    times = 2 if name.endswith("FP8") else 1
+    return min(row["copy, GB/s"] * intensity / 1e3, times * row["matmul, TFLOP/s"])
+
+
 def under_the_roof(row):
     """The operators of a GPU: their intensities, and their shares of the roof, in per cent."""
     found = {}
     for name, intensity, speed in recorded_points(row["GPU"]):
-        roof = min(row["copy, GB/s"] * intensity / 1e3, row["matmul, TFLOP/s"])
+        roof = roof_of(name, intensity, row)
         found.setdefault(name, []).append((intensity, 100 * speed / roof))
     return found
 
@@ -1691,9 +1715,9 @@ def operators_in_words(rows):
 
 LOOKS = {"": ("o", "forward"), "back": ("s", "backward"), "in FP8": ("D", "in FP8")}
 BESIDE = {  # where the name of each stands from its point, and which end of it
-    "attention": ((-9, -7), "right"),
-    "attention, back": ((14, -16), "right"),
-    "attention, in FP8": ((0, 13), "center"),
+    "attention": ((7, -5), "left"),
+    "attention, back": ((0, -14), "center"),
+    "attention, in FP8": ((8, 21), "center"),
 }  # the others lie on one line, and the next figure names each
 
 
@@ -1705,7 +1729,7 @@ def roofline(axes, rows):
     [row] = rows
     beta, pi = row["copy, GB/s"] / 1e3, row["matmul, TFLOP/s"]
     grey, near = lab.colour("copy"), {"textcoords": "offset points", "va": "center"}
-    left, right = 0.1, 20000
+    left, right = 0.1, 50000
     axes.figure.set_size_inches(5.4, 4.2)
     axes.axvspan(left, pi / beta, color=lab.colour("Kernel Book"), alpha=0.08, lw=0)
     axes.loglog(
@@ -1720,7 +1744,7 @@ def roofline(axes, rows):
         height = 0.42 if words.startswith("ridge") else 60
         axes.annotate(words, (place, height), (6, 0), color=grey, fontsize=10, **near)
     axes.annotate("copy", (20, 20 * beta), (-9, 5), color=grey, ha="right", **near)
-    axes.annotate("matmul", (pi / beta, pi), (6, 9), color=grey, **near)
+    axes.annotate("matmul", (pi / beta, pi), (6, -9), color=grey, **near)
     axes.annotate(
         "weighted sum, dropout,\nsoftmax, layer norm,\nforward and backward",
         (1.6, 1.6 * beta), (12, -30), color=grey, fontsize=10, **near,
@@ -1730,8 +1754,12 @@ def roofline(axes, rows):
         axes.plot([], [], marker, color=grey, label=label, **hollow)
     best_of = {}
     for name, intensity, speed in recorded_points(row["GPU"]):
-        roof = min(beta * intensity, pi)
+        roof = roof_of(name, intensity, row)
         best_of[name] = max(best_of.get(name, (0,)), (speed / roof, intensity, speed))
+    if any(name.endswith("FP8") for name in best_of):
+        ends = [pi / beta, 2 * pi / beta, right]
+        axes.plot(ends, [pi, 2 * pi, 2 * pi], "--", color=grey, linewidth=0.8)
+        axes.annotate("FP8", (ends[1], 2 * pi), (4, 8), color=grey, **near)
     for name, (_, *point) in best_of.items():
         family, _, kind = of_family(name)
         hollow = {"markerfacecolor": "none"} if kind == "back" else {}
@@ -1741,7 +1769,7 @@ def roofline(axes, rows):
             away, side = BESIDE[name]
             axes.annotate(name, point, away, ha=side, color=ink, fontsize=10, **near)
     axes.set(
-        xlabel="FLOPs per byte", ylabel="TFLOP/s", xlim=(left, right), ylim=(0.3, 2000)
+        xlabel="FLOPs per byte", ylabel="TFLOP/s", xlim=(left, right), ylim=(0.3, 3000)
     )
     for axis, first, last in ((axes.xaxis, -1, 4), (axes.yaxis, 0, 3)):
         ticks = [10.0**power for power in range(first, last + 1)]
@@ -1839,9 +1867,9 @@ lab.read(
     + (" on its shortest sequences" if shortest else " at worst")
     + f"; its backward pass reaches {span(backward)} %."
     + (
-        " In FP8 it passes the roof, because the roof drawn is that of bfloat16 and the matrix "
-        f"units multiply FP8 twice as fast; of a roof twice as high it reaches {in_fp8 / 2:.0f} %."
-        if in_fp8 > 101
+        f" In FP8 it reaches {in_fp8:.0f} % at best, of a roof twice as high: NVIDIA states twice "
+        "the speed for FP8, and we have not measured it."
+        if in_fp8 > 0
         else ""
     )
     + (
@@ -1894,7 +1922,7 @@ lab.together(
 # thread only 32 :term:`registers <register>`. If a thread needs more, the compiler must
 # :term:`spill` values to memory and read them back.
 #
-# **Ask the compiler.** A launch returns the compiled kernel, which knows both counts:
+# **Ask the compiler.** A launch returns the compiled kernel, which knows its registers and spills:
 #
 # .. code-block:: python
 #
@@ -2095,7 +2123,10 @@ lab.together(
 #    sm__throughput.avg.pct_of_peak_sustained_elapsed \
 #        python script.py
 #
-# They are the bytes that HBM reads and writes, and how busy it and the SMs are.
+# If it answers ``ERR_NVGPUCTRPERM``, an administrator must permit counters first. By default it
+# fixes the clock and flushes the caches before each launch, so take bytes from it, and times from
+# ``gpu_time``.
+#
 # We ask about three softmaxes whose input and output are 268 MB each: by ``row``, by ``online``,
 # another kernel of the softmax chapter, which asks for every row twice, and the slow one above.
 # Guess: how many bytes does ``online`` read?
@@ -2266,9 +2297,15 @@ found = (
     if read < 1.02 * paper
     else f"`row` reads {read:.0f} MB from HBM, where {paper:.0f} would do. "
 ) + (
-    "`online` reads no more, so the second time it must have found the row in a cache."
+    "`online` reads no more, so the second time it must have found the row in a cache"
     if twice < 1.05 * paper
-    else f"`online` reads {twice:.0f} MB, some bytes twice."
+    else f"`online` reads {twice:.0f} MB, some bytes twice"
+)
+both = [count(what, "online") for what in ("HBM, of its peak", "SMs, of their peak")]
+found += (
+    f"; it keeps both busy, HBM at {both[0]:.0f} and the SMs at {both[1]:.0f} %."
+    if min(both) > 60
+    else "."
 )
 if "absent" in counts:
     found = f"On this machine they could not be read: {counted.rows[0]['counter']}."
@@ -2312,9 +2349,8 @@ more_written, more_read = (
 )
 lab.together(
     lab.read(
-        "The times here are no benchmark, because `ncu` runs a kernel several times to read all "
-        "its counters, and by default at a fixed clock (which we left free). If it answers "
-        "`ERR_NVGPUCTRPERM`, an administrator must permit counters first."
+        "`ncu` runs a kernel several times to read all its counters. We left its clock free, with "
+        "`--clock-control none`."
     ),
     counted,
     of_spills,
@@ -2336,7 +2372,7 @@ lab.together(
 # So four numbers, beside what you count on paper, tell where to search. Busy means here more than
 # about 60 % of the peak.
 #
-# - *HBM busy, and its bytes as on paper:* the kernel is near its roof. Move fewer bytes.
+# - *HBM above 80 %, and its bytes as on paper:* the kernel is near its roof. Move fewer bytes.
 # - *HBM busy with more bytes than on paper:* spills, a second read that no cache catches, or
 #   neighbouring threads that do not load neighbouring addresses (:term:`coalescing`).
 # - *SMs busy:* fewer instructions, or :term:`matrix units <matrix unit>` for what is a matmul.
@@ -2399,7 +2435,32 @@ for n in (20, 100):
 lab.table(rows, "The median lies between the k-th fastest and the k-th slowest run")
 
 # %%
-# **2. A sum in float16 that loses nothing.** Add 0.01 a thousand times in float16, as in the fold
+# **2. Time your own kernel.** Time the weighted sum of :doc:`the first chapter
+# </chapters/first_kernel>`, ``kernelbook.weighted_sum(x, weight)``, with ``clock_and_wait`` and
+# ``gpu_time``, in bfloat16 on 16 and on 65,536 rows of 4,096 columns. Run an A/A test. What share
+# of a copy's speed does the large one reach?
+
+# %%
+
+# Solution: time your own kernel
+text = "The first chapter has no record yet, so there is nothing to compare with."
+if record := results.find("first_kernel"):
+    sweep = record["sweeps"]["forward"]
+    tall = {point["rows"]: place for place, point in enumerate(sweep["points"])}
+    few, whole, copied = (
+        1e3 * sweep["milliseconds"][name][tall[rows]][1]
+        for name, rows in (("Kernel Book", 16), ("Kernel Book", 65536), ("copy", 65536))
+    )
+    text = (
+        f"The record of the first chapter has {few:.1f} µs for 16 rows, which is too short to be "
+        f"more than an upper bound, and {whole:.0f} for 65,536, {100 * copied / whole:.0f} % of "
+        "the speed of a copy that moves as many bytes. `clock_and_wait` should show tens of "
+        "microseconds more for either, which are the host's."
+    )
+lab.read(text)
+
+# %%
+# **3. A sum in float16 that loses nothing.** Add 0.01 a thousand times in float16, as in the fold
 # under “Is it right?”. Keep what each addition rounds away in a second number, in float16 too, and
 # give it back with the next (Kahan, 1965). How far off is the sum now?
 
@@ -2439,7 +2500,7 @@ lab.check(
 )
 
 # %%
-# **3. Where does a matmul cross the ridge?** A matmul of two :math:`n \times n` matrices in
+# **4. Where does a matmul cross the ridge?** A matmul of two :math:`n \times n` matrices in
 # bfloat16 does :math:`2 n^3` FLOPs. Count its bytes, derive its intensity, and find how large
 # :math:`n` must be for arithmetic, and not memory, to limit it on the recorded GPU.
 
