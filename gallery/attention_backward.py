@@ -1984,7 +1984,13 @@ lab.together(
 # What breaks it
 # --------------
 #
-# Each of these mistakes in the formulas runs without an error:
+# Each of these mistakes in the formulas runs without an error. In the right lines they are:
+#
+# .. code-block:: python
+#
+#    p = torch.exp2(s * log2e - (lse * log2e)[..., None])  # lse not converted, or in bfloat16
+#    ds = p * (do @ v.mT - delta)  # delta left out
+#    dq, dk = scale * ds @ k, scale * ds.mT @ q  # dk without its scale
 
 
 # Measuring
