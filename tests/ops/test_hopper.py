@@ -19,6 +19,9 @@ from kernelbook.ops.hopper import forward as hopper
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 300, 1000)
+NOT_PACKED = None, None, None, None
+"""What a program of the dense kernel knows of packed sequences."""
+
 MASKS = {
     "full": (False, None),
     "causal": (True, None),
@@ -262,8 +265,7 @@ def test_every_tile_of_queries_is_computed_once(kind, batch_heads, programs, seq
         constants = constants_of(heads_at_once, kind == "window", paired=kind == "pairs")
         left = 300 if kind == "window" else 0
         n_tiles = runtime.cdiv(seqlen, 128)
-        packed = (None, None, None, None)
-        limits = (n_tiles, batch_heads, batch_heads, 1, seqlen, seqlen, left, 0, packed)
+        limits = (n_tiles, batch_heads, batch_heads, 1, seqlen, seqlen, left, 0, NOT_PACKED)
         met = []
         for program in range(min(programs, n_tiles * batch_heads)):
             cut = in_python(program, min(programs, n_tiles * batch_heads))
@@ -279,8 +281,7 @@ def test_programs_of_a_window_end_together(left):
     """The longest program has less than 3 % more tiles of keys than the mean one."""
     seqlen, heads, programs = 16384, 16, 132
     constants = constants_of(64, True)
-    packed = (None, None, None, None)
-    limits = (seqlen // 128, heads, heads, 1, seqlen, seqlen, left, 0, packed)
+    limits = (seqlen // 128, heads, heads, 1, seqlen, seqlen, left, 0, NOT_PACKED)
     work = []
     for program in range(programs):
         cut = in_python(program, programs)
@@ -298,7 +299,7 @@ def test_the_edges_of_a_window(left, right, seqlen_q, seqlen_k, consumers, block
     """A tile is masked on each side where a query of the consumer does not see all of it there."""
     rows = consumers * 64
     n_tiles = runtime.cdiv(seqlen_q, rows)
-    limits = (n_tiles, 1, 1, 1, seqlen_q, seqlen_k, left, right)
+    limits = (n_tiles, 1, 1, 1, seqlen_q, seqlen_k, left, right, NOT_PACKED)
     constants = constants_of(1, True, consumers, block_n)
     for program, me in itertools.product(range(n_tiles), range(consumers)):
         cut = in_python(program, n_tiles)
