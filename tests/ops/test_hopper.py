@@ -14,7 +14,7 @@ from test_attention import check as check_attention
 from kernelbook import attention, lab, reference, runtime
 from kernelbook.ops.attention import scope, tiles
 from kernelbook.ops.attention.forward import attention_forward as plain_forward
-from kernelbook.ops.hopper import choice
+from kernelbook.ops.hopper import choice, varlen
 from kernelbook.ops.hopper import forward as hopper
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -274,6 +274,56 @@ def test_every_tile_of_queries_is_computed_once(kind, batch_heads, programs, seq
                 met.append((int(batch_head), int(start_m)))
         tiles_of_queries = itertools.product(range(batch_heads), range(0, seqlen, 128))
         assert sorted(met) == sorted(tiles_of_queries)
+
+
+# -- packed sequences
+
+PACKED = (
+    [[n] for n in (0, 1, 63, 64, 65, 128, 1000)]
+    + [[0, 0, 5], [64, 128, 192], [1] * 20, [700, 0, 1, 129, 64, 0]]
+    + torch.randint(0, 500, (20, 7), generator=torch.Generator().manual_seed(0)).tolist()
+)
+WRONG_OFFSETS = [[0, 700, 100, 900, 50, 1000], [900, 0, 1000], [0, 10**9, 5, 10**9], [-9, 500, 20]]
+
+
+def tiles_of_slots(offsets, rows):
+    """Return of each slot the sequence, the tile, and whether the sequence has that tile."""
+    batch, total = len(offsets) - 1, 1000 if offsets in WRONG_OFFSETS else offsets[-1]
+    language = SimpleNamespace(
+        load=offsets.__getitem__, where=lambda condition, x, y: x if condition else y
+    )
+    code = varlen.sequence_of_slot.fn.__code__
+    find = FunctionType(code, {"gl": language}, "find")
+    found = []
+    for slot in range(total // rows + batch):
+        b = find(0, batch, slot, rows)
+        first = min(max(offsets[b], 0), total)
+        length = min(max(offsets[b + 1], first), total) - first
+        tile = slot - first // rows - b
+        found.append((b, tile, 0 <= tile * rows < length))
+    return found
+
+
+@pytest.mark.parametrize("rows", [64, 128, 192])
+@pytest.mark.parametrize("lengths", PACKED, ids=str)
+def test_every_tile_of_packed_sequences_has_one_slot(lengths, rows):
+    offsets = [0, *itertools.accumulate(lengths)]
+    found = tiles_of_slots(offsets, rows)
+    tiles = [(b, t) for b, n in enumerate(lengths) for t in range(runtime.cdiv(n, rows))]
+    assert [(b, tile) for b, tile, there in found if there] == tiles
+    assert len(found) - len(tiles) <= len(lengths)
+
+
+@pytest.mark.parametrize("rows", [16, 64, 128])
+@pytest.mark.parametrize("offsets", WRONG_OFFSETS, ids=str)
+def test_no_program_waits_for_a_slot_without_a_tile(offsets, rows):
+    """Backward waits for the slot before if that is of the same sequence, also if offsets are
+    wrong: it must then have the tile before."""
+    found = tiles_of_slots(offsets, rows)
+    assert any(there for *_, there in found)
+    for before, (b, tile, there) in itertools.pairwise(found):
+        if there and tile > 0 and before[0] == b:
+            assert before == (b, tile - 1, True)
 
 
 @pytest.mark.parametrize("left", [1024, 4095])

@@ -5,8 +5,8 @@ lies. The host knows how many rows there are in all, and not where sequences beg
 rows it launches total // M + batch programs for a head, one for each slot. Sequence b begins at
 slot cu[b] // M + b, which is known without looking at the sequences before, and up to the next one
 there are at least as many slots as it has tiles. A program finds its sequence by bisection. At most
-one slot of a sequence has no tile; a grid with the tiles of the longest sequence for each sequence
-would have nearly half of its programs end as soon as they begin.
+one slot of a sequence has no tile; in a grid with the tiles of the longest sequence for each, all
+programs past the end of a shorter one would have none.
 
 Rows after a sequence are those of the next one. Copies read zeros there, and write nothing: see
 :func:`kernelbook.ops.attention.tiles.describe`.
