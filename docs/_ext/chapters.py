@@ -292,10 +292,10 @@ CHAPTERS = {
         "layer",
         {"context": 1024},
         {
-            "PyTorch": "attention as its formula",
+            "PyTorch": "the formula, eager",
             "torch.compile": "the formula, compiled",
-            "SDPA, compiled": "PyTorch's fused attention",
-            "Kernel Book": "the book's operators",
+            "SDPA, compiled": "PyTorch's SDPA, compiled",
+            "Kernel Book": "the book's, compiled",
         },
     ),
 }
