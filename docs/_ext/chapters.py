@@ -157,10 +157,10 @@ CHAPTERS = {
         {"columns": 1024},
         {
             "simple_backward": "PyTorch's operations",
-            "lock per tile": "64 locks, every two rows",
-            "partial sums per tile": "partial sums, every two rows",
-            "lock per program": "64 locks, once a program",
-            "partial sums": "partial sums, once a program",
+            "lock per tile": "64 locks, every tile",
+            "partial sums per tile": "partial sums, every tile",
+            "lock per program": "64 locks, once",
+            "partial sums": "partial sums, once",
         },
     ),
     "attention_forward": Facts(
