@@ -115,12 +115,14 @@ def test_where_it_cannot_run_the_plain_kernel_does(capability, dtype, head_dim, 
 BOUNDS = {"full": (None, None), "causal": (None, 0), "window": (9, 0)}
 
 
+@pytest.mark.parametrize("keys", [1, 1024, 1024.5, 10**6])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("case", choice.VARLEN, ids=str)
-def test_the_tables_of_packed_sequences_decide_on_hopper(case, backward):
+def test_the_tables_of_packed_sequences_decide_on_hopper(case, backward, keys):
     head_dim, mask = case
-    config = (backward_choice.VARLEN if backward else choice.VARLEN)[case]
-    of = BF16, head_dim, BOUNDS[mask]
+    rows = (backward_choice.VARLEN if backward else choice.VARLEN)[case]
+    config = next(config for most, config in rows if keys <= most)
+    of = BF16, head_dim, BOUNDS[mask], keys
     chosen = choice.varlen_choice(HOPPER, *of, backward=backward)
     assert (chosen.backend, chosen.config) == ("gluon" if config else "triton", config)
     assert mask in chosen.reason
@@ -134,11 +136,11 @@ def test_the_tables_of_packed_sequences_decide_on_hopper(case, backward):
     ("capability", "dtype", "head_dim", "words"), WHY_NOT.values(), ids=WHY_NOT
 )
 def test_where_gluon_cannot_run_packed_sequences_are_plain(capability, dtype, head_dim, words):
-    chosen = choice.varlen_choice(capability, dtype, head_dim, (None, 0))
+    chosen = choice.varlen_choice(capability, dtype, head_dim, (None, 0), 5000)
     assert (chosen.backend, chosen.config) == ("triton", None)
     assert words in chosen.reason
     with pytest.raises(ValueError, match=f"backend must be 'auto' or 'triton'.*{words}"):
-        choice.varlen_choice(capability, dtype, head_dim, (None, 0), "gluon")
+        choice.varlen_choice(capability, dtype, head_dim, (None, 0), 5000, "gluon")
 
 
 def test_versions_of_triton(monkeypatch):

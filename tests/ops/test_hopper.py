@@ -19,7 +19,7 @@ from kernelbook.ops.hopper import forward as hopper
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 300, 1000)
-NOT_PACKED = None, None, None, None
+NOT_PACKED = None
 """What a program of the dense kernel knows of packed sequences."""
 
 MASKS = {
@@ -221,10 +221,11 @@ def test_windows_over_many_turns(hopper_gpu, head_dim, left):
 # -- which tiles, in Python
 
 
-def in_python(program, programs):
+def in_python(program, programs, load=None):
     """Return the functions that say which tiles a program computes, for numbers of Python.
 
-    Gluon has no interpreter, and these are of plain arithmetic.
+    Gluon has no interpreter, and these are of plain arithmetic. ``load`` returns what lies at an
+    address, which is a number too.
     """
     language = SimpleNamespace(
         program_id=lambda axis: torch.tensor(program),
@@ -234,13 +235,16 @@ def in_python(program, programs):
         minimum=min,
         maximum=max,
         where=lambda condition, x, y: x if condition else y,
+        load=load,
     )
-    names = {"gl": language, "tl": language, "ROWS": hopper.ROWS.value}
+    names = {"gl": language, "tl": language, "ROWS": hopper.ROWS.value, "COLUMNS": 8}
     wanted = {
         hopper: (
             "turns_of_program",
             "forth_and_back",
             "order_of_turn",
+            "tile_of_turn",
+            "lengths_of_turn",
             "place",
             "place_of_consumer",
         ),
@@ -269,7 +273,7 @@ def test_every_tile_of_queries_is_computed_once(kind, batch_heads, programs, seq
         met = []
         for program in range(min(programs, n_tiles * batch_heads)):
             cut = in_python(program, min(programs, n_tiles * batch_heads))
-            for turn in range(int(cut.turns_of_program(n_tiles, batch_heads, constants))):
+            for turn in range(int(cut.turns_of_program(limits, constants))):
                 batch_head, start_m, _, _ = cut.place(turn, limits, constants)
                 met.append((int(batch_head), int(start_m)))
         tiles_of_queries = itertools.product(range(batch_heads), range(0, seqlen, 128))
@@ -290,10 +294,10 @@ def tiles_of_slots(offsets, rows):
     """Return of each slot the sequence, the tile, and whether the sequence has that tile."""
     batch, total = len(offsets) - 1, 1000 if offsets in WRONG_OFFSETS else offsets[-1]
     language = SimpleNamespace(
-        load=offsets.__getitem__, where=lambda condition, x, y: x if condition else y
+        load=offsets.__getitem__, where=lambda condition, x, y: x if condition else y, maximum=max
     )
     code = varlen.sequence_of_slot.fn.__code__
-    find = FunctionType(code, {"gl": language}, "find")
+    find = FunctionType(code, {"tl": language, "largest": lambda x: x}, "find")
     found = []
     for slot in range(total // rows + batch):
         b = find(0, batch, slot, rows)
@@ -326,6 +330,89 @@ def test_no_program_waits_for_a_slot_without_a_tile(offsets, rows):
             assert before == (b, tile - 1, True)
 
 
+def table_of_tiles(offsets_q, offsets_k, total_q, total_k, bounds, rows_of_band):
+    """Return what the kernel writes: the rows of the table up to the count, and the count."""
+    batch, (left, right) = len(offsets_q) - 1, bounds
+    slots = total_q // 128 + batch
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (offsets_q, offsets_k))
+    table = torch.full((slots + 1, 8), -7, dtype=torch.int32, device=DEVICE)
+    varlen.order_tiles_kernel[(runtime.cdiv(slots, 32),)](
+        table, cu_q, cu_k, slots, batch, total_q, total_k, total_q, total_k, left or 0, right or 0,
+        rows_of_band, left is not None, right is not None, 8, 128, 128,
+        32, 256,
+    )  # fmt: skip
+    *rows, count = table.tolist()
+    count = count[0]
+    assert all(row == [-7] * 8 for row in rows[count:])
+    return [row[:5] for row in rows[:count]]
+
+
+MANY = torch.randint(0, 900, (150,), generator=torch.Generator().manual_seed(2)).tolist()
+
+
+@pytest.mark.parametrize("bounds", [(None, None), (None, 0), (300, 0), (500, None)], ids=str)
+@pytest.mark.parametrize("lengths", [*PACKED[::3], MANY], ids=lambda lengths: str(lengths[:7]))
+@pytest.mark.parametrize("rows_of_band", [256, 10**6])
+def test_tiles_of_packed_sequences_are_all_there_long_ones_first(lengths, bounds, rows_of_band):
+    others = [max(n - 100, 0) if n % 2 else n + 50 for n in lengths]
+    offsets_q, offsets_k = ([0, *itertools.accumulate(n)] for n in (lengths, others))
+    found = table_of_tiles(offsets_q, offsets_k, offsets_q[-1], offsets_k[-1], bounds, rows_of_band)
+    tiles_of_all = [
+        [start, n, n_k, first_q, first_k]
+        for n, n_k, first_q, first_k in zip(lengths, others, offsets_q, offsets_k, strict=False)
+        for start in range(0, n, 128)
+    ]
+    assert sorted(found) == sorted(tiles_of_all)
+    left, right = bounds
+    ranks = []
+    for start, n, n_k, first_q, _ in found:
+        queries = torch.arange(start, min(start + 128, n))
+        low, high = (torch.as_tensor(x) for x in scope.keys_seen(queries, n, n_k, left, right))
+        low, high = low.clamp(min=0), high.clamp(0, n_k)
+        first, end = int(low.min()) // 128, runtime.cdiv(int(high.max()), 128)
+        band, last_band = first_q // rows_of_band, (offsets_q[-1] - 1) // rows_of_band
+        sign = 1 if (last_band - band) % 2 else -1  # see the kernel: lengths never jump
+        ranks.append((band, sign * max(end - first, 1)))
+    assert ranks == sorted(ranks)
+
+
+@pytest.mark.parametrize("offsets", WRONG_OFFSETS, ids=str)
+def test_wrong_offsets_give_tiles_within_the_tensors(offsets):
+    found = table_of_tiles(offsets, offsets, 1000, 1000, (None, 0), 10**6)
+    assert found
+    assert all(
+        first >= 0 and first + n <= 1000 and 0 <= start < n for start, n, _, first, _ in found
+    )
+
+
+@pytest.mark.parametrize("programs", [1, 7, 132])
+@pytest.mark.parametrize("heads", [1, 6, 16])
+def test_programs_share_the_tiles_of_packed_sequences(programs, heads):
+    """Each tile of each head is computed once, and no program has much more to do than the mean."""
+    lengths = torch.randint(128, 4096, (32,), generator=torch.Generator().manual_seed(0)).tolist()
+    offsets = [0, *itertools.accumulate(lengths)]
+    table = table_of_tiles(offsets, offsets, offsets[-1], offsets[-1], (None, 0), 10**6)
+    flat = [number for row in table for number in (*row, 0, 0, 0)]
+    work, met = [], []
+    for heads_at_once in (1, 4):
+        for program in range(programs):
+            cut = in_python(program, programs, flat.__getitem__)
+            limits = (len(table), heads, heads, 1, 0, 0, 0, 0, (0, offsets[-1], heads_at_once))
+            constants = constants_of(1, False)
+            turns = range(int(cut.turns_of_program(limits, constants)))
+            places = [
+                (*cut.tile_of_turn(turn, limits), cut.place(turn, limits, constants))
+                for turn in turns
+            ]
+            met += [tuple(map(int, (heads_at_once, *tile))) for *tile, _ in places]
+            work.append(sum(int(end - first) for *_, (_, _, first, end) in places))
+    assert sorted(met) == sorted(
+        (n, head, *row) for n in (1, 4) for head in range(heads) for row in table
+    )
+    if heads * len(table) > 20 * programs:
+        assert max(work) < 1.05 * sum(work) / len(work)
+
+
 @pytest.mark.parametrize("left", [1024, 4095])
 def test_programs_of_a_window_end_together(left):
     """The longest program has less than 3 % more tiles of keys than the mean one."""
@@ -335,7 +422,7 @@ def test_programs_of_a_window_end_together(left):
     work = []
     for program in range(programs):
         cut = in_python(program, programs)
-        turns = range(int(cut.turns_of_program(seqlen // 128, heads, constants)))
+        turns = range(int(cut.turns_of_program(limits, constants)))
         places = [cut.place(turn, limits, constants) for turn in turns]
         work.append(sum(int(end - first) for _, _, first, end in places))
     assert max(work) < 1.03 * sum(work) / programs

@@ -27,9 +27,9 @@ def in_gluon(monkeypatch):
         (choice.VARLEN, choice.VARLEN_DEFAULTS),
         (backward_choice.VARLEN, backward_choice.CONFIGS),
     ):
-        for head_dim, mask in table:
-            if table[head_dim, mask] is None:
-                monkeypatch.setitem(table, (head_dim, mask), configs[head_dim])
+        for (head_dim, mask), rows in table.items():
+            always = tuple((most, config or configs[head_dim]) for most, config in rows)
+            monkeypatch.setitem(table, (head_dim, mask), always)
     module, ran = choice.varlen_in_gluon()[0], []
     for name in ("attention_varlen_forward", "attention_varlen_backward"):
         function = getattr(module, name)

@@ -169,7 +169,7 @@ def key_stages(
         first_query, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT
     )
     first_all, end = seen_keys(last_query, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
-    first, whole = 0, 0
+    first, whole = first_some * 0, first_some * 0
     cut = end_all // BLOCK_N * BLOCK_N
     if HAS_LEFT:
         first = first_some // BLOCK_N * BLOCK_N

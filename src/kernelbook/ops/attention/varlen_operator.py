@@ -108,7 +108,7 @@ def attention_varlen(
     window = scope.checked_window(window)
     left, right = scope.bounds(is_causal, window, max_seqlen_q, max_seqlen_k)
     if backend == "gluon":
-        _choice(q, left, right, backend)  # raises where it cannot run
+        _choice(q, k, cu_seqlens_k, left, right, backend)  # raises where it cannot run
     out, lse = _ATTENTION_VARLEN(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right, sm_scale,
         backend,
@@ -196,11 +196,18 @@ def _prepare(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _choice(
-    q: torch.Tensor, left: int | None, right: int | None, backend: str, backward: bool = False
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    left: int | None,
+    right: int | None,
+    backend: str,
+    backward: bool = False,
 ) -> Choice:
     """Return which kernels run."""
     capability = runtime.capability(q.device)
-    return varlen_choice(capability, q.dtype, q.shape[2], (left, right), backend, backward)
+    keys = len(k) / max(len(cu_seqlens_k) - 1, 1)
+    return varlen_choice(capability, q.dtype, q.shape[2], (left, right), keys, backend, backward)
 
 
 def run(
@@ -223,7 +230,7 @@ def run(
     offsets = [runtime.readable(x).contiguous() for x in (cu_seqlens_q, cu_seqlens_k)]
     with runtime.launching_on(q):
         operands = *_prepare(q, k, v), *offsets, (max_seqlen_q, max_seqlen_k), (left, right)
-        config = _choice(q, left, right, backend).config
+        config = _choice(q, k, cu_seqlens_k, left, right, backend).config
         if config:
             forward = varlen_in_gluon()[0].attention_varlen_forward
             out, lse = forward(*operands, sm_scale, config)
@@ -277,7 +284,7 @@ def run_backward(
             *offsets, (max_seqlen_q, max_seqlen_k), (left, right), sm_scale,
         )  # fmt: skip
         which = {"dq_needed": needed[0], "dkdv_needed": needed[1] or needed[2]}
-        config = _choice(q, left, right, backend, backward=True).config
+        config = _choice(q, k, cu_seqlens_k, left, right, backend, backward=True).config
         if config and all(which.values()):  # for some of them one of the two sweeps suffices
             grads = varlen_in_gluon()[0].attention_varlen_backward(*operands, config)
         else:

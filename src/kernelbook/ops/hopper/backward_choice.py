@@ -80,17 +80,17 @@ interpolated."""
 
 
 VARLEN = {
-    (64, "full"): CONFIGS[64],
-    (64, "causal"): CONFIGS[64],
-    (64, "window"): None,
-    (128, "full"): CONFIGS[128],
-    (128, "causal"): CONFIGS[128],
-    (128, "window"): CONFIGS[128],
+    (64, "full"): ((math.inf, CONFIGS[64]),),
+    (64, "causal"): ((math.inf, CONFIGS[64]),),
+    (64, "window"): ((math.inf, None),),
+    (128, "full"): ((math.inf, CONFIGS[128]),),
+    (128, "causal"): ((math.inf, CONFIGS[128]),),
+    (128, "window"): ((math.inf, CONFIGS[128]),),
 }
-"""The same for packed sequences, by head_dim and mask alone; None is for the kernels of
+"""The same for packed sequences, as ``choice.VARLEN`` has it; None is for the kernels of
 ``attention.varlen_backward``. Parts of dq are always added in a fixed order.
 
-Measured as ``choice.VARLEN``, plain Triton first, in ms: at head_dim 64, 11.8 and 10.1 full, 6.95
+Measured as those, plain Triton first, in ms: at head_dim 64, 11.8 and 10.1 full, 6.95
 and 6.49 causal, 2.45 and 2.51 with the window; at head_dim 128, 10.6 and 8.24, 5.70 and 4.83, 2.09
 and 1.87. The chapter on attention in models records head_dim 128 with a causal mask."""
 

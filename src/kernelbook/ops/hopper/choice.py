@@ -58,9 +58,6 @@ TWO = Config(2, 128, 4, True)
 ONE_TILE = replace(CONFIGS[128], take_turns=False, persistent=False)
 """For head_dim 128, programs that compute a tile each."""
 
-WIDE = replace(CONFIGS[64], take_turns=False, persistent=False)
-"""The same for head_dim 64."""
-
 
 # -- which kernel is the fastest
 
@@ -83,23 +80,24 @@ between measured lengths are interpolated."""
 
 
 VARLEN = {
-    (64, "full"): WIDE,
-    (64, "causal"): None,
-    (64, "window"): None,
-    (128, "full"): ONE_TILE,
-    (128, "causal"): None,
-    (128, "window"): ONE_TILE,
+    (64, "full"): ((math.inf, None),),
+    (64, "causal"): ((math.inf, None),),
+    (64, "window"): ((math.inf, TWO),),
+    (128, "full"): ((math.inf, CONFIGS[128]),),
+    (128, "causal"): ((1024, None), (math.inf, CONFIGS[128])),
+    (128, "window"): ((math.inf, CONFIGS[128]),),
 }
-"""The same for packed sequences, whose lengths the host does not know, by head_dim and mask alone;
-None is the kernel of ``attention.varlen``. Each program computes one tile.
+"""The same for packed sequences, up to how many keys that a sequence has in the mean, because the
+host knows no more of them. None is the kernel of ``attention.varlen``.
 
 Measured on an H100 in bfloat16, with 32 sequences of 128 to 4,096 tokens and 2,048 columns, plain
-Triton first, in ms: at head_dim 64, 4.15 and 3.66 full, 2.20 and 2.22 causal, 0.96 and 1.03 with a
-window of 256 keys; at head_dim 128, 3.30 and 2.95 full, 1.62 and 1.70 causal, 0.70 and 0.65 with
-that window. A program of one tile is short there, and what begins and ends it counts: with a single
-causal sequence of 16,384 tokens the Gluon kernel gained, 2.10 and 1.77."""
+Triton first, in ms: at head_dim 64, 3.79 and 3.85 full, 2.15 and 2.28 causal, 0.98 and 0.74 with a
+window of 257 keys; at head_dim 128, 3.06 and 2.76 full, 1.66 and 1.53 causal, 0.70 and 0.53 with
+that window. The chapter on attention in models records the causal ones at head_dim 128. There, 128
+sequences of 512 tokens took 0.40 and 0.41, and 256 of 256 tokens 0.45 and 0.50; with the full mask
+Gluon gained at 64 and 256 tokens as well, 1.09 and 0.91, 0.52 and 0.42."""
 
-VARLEN_DEFAULTS = {64: WIDE, 128: ONE_TILE}
+VARLEN_DEFAULTS = {64: TWO, 128: CONFIGS[128]}
 """The configuration for who asks for Gluon where plain Triton is faster."""
 
 
@@ -265,13 +263,14 @@ def varlen_choice(
     dtype: torch.dtype,
     head_dim: int,
     bounds: scope.Window,
+    keys: float,
     backend: str = "auto",
     backward: bool = False,
 ) -> Choice:
     """Return which kernels compute packed sequences, and why not the other.
 
     As :func:`forward_choice`, and for the backward pass as ``backward_choice``. ``bounds`` are
-    those of the longest sequence.
+    those of the longest sequence, and ``keys`` how many a sequence has in the mean.
     """
     from kernelbook.ops.hopper import backward_choice
 
@@ -285,10 +284,10 @@ def varlen_choice(
     table, defaults = VARLEN, VARLEN_DEFAULTS
     if backward:
         table, defaults = backward_choice.VARLEN, backward_choice.CONFIGS
-    config = table[head_dim, mask]
+    config = up_to(keys, table[head_dim, mask])
     if backend == "gluon":
         return Choice("gluon", config or defaults[head_dim], "backend is 'gluon'")
-    reason = f"measured to be faster for packed sequences, {mask}"
+    reason = f"measured to be faster for packed sequences of {keys:,.0f} keys in the mean, {mask}"
     return Choice("gluon" if config else "triton", config, reason)
 
 

@@ -45,6 +45,9 @@ from kernelbook.ops.launch import planned
 ROWS = gl.constexpr(64)
 """Queries of a consumer: the rows of one wgmma."""
 
+COLUMNS = gl.constexpr(8)
+"""Numbers that a row of the table of tiles of packed sequences has room for: see ``varlen``."""
+
 FIRST_BARRIER = gl.constexpr(9)
 """The first of the named barriers by which consumers take turns; Triton uses low ones."""
 
@@ -81,15 +84,16 @@ def coordinates(batch, head, row, length, end):
 
 
 @gluon.jit
-def turns_of_program(n_tiles, batch_heads, constants: gl.constexpr):
+def turns_of_program(heads_and_limits, constants: gl.constexpr):
     """Return how many tiles of queries this program has."""
+    n_tiles, batch_heads, _, _, _, _, _, _, packed = heads_and_limits
     tiles_in_all = n_tiles * batch_heads
     if constants[9]:
         pairs = gl.cdiv(tiles_in_all, 2)
         mine = gl.cdiv(pairs - gl.program_id(0), gl.num_programs(0))
         has_the_last = (pairs - 1) % gl.num_programs(0) == gl.program_id(0)
         return 2 * mine - ((tiles_in_all % 2 == 1) & has_the_last).to(gl.int32)
-    if constants[10]:
+    if constants[10] or packed is not None:
         full_turns = tiles_in_all // gl.num_programs(0)
         over = tiles_in_all - full_turns * gl.num_programs(0)
         return full_turns + (forth_and_back(full_turns) < over).to(gl.int32)
@@ -132,17 +136,50 @@ def order_of_turn(turn, n_tiles, batch_heads, constants: gl.constexpr):
 
 
 @gluon.jit
+def tile_of_turn(turn, heads_and_limits):
+    """Return (head, start_m, seqlen_q, seqlen_k, first_q, first_k): which tile of which packed
+    sequence this program has in a turn.
+
+    Tiles of some heads alternate, in the order of a table, from long ones to short ones: see
+    ``varlen.order_tiles_kernel``. The heads after those go through the table backwards, so that
+    lengths never jump and what one turn leaves uneven the next one evens out.
+    """
+    n_tiles, n_heads, _, _, _, _, _, _, packed = heads_and_limits
+    table_ptr, _, heads_at_once = packed
+    order = turn * gl.num_programs(0) + forth_and_back(turn)
+    first_head = order // (n_tiles * heads_at_once) * heads_at_once
+    rest = order - first_head * n_tiles
+    alternating = gl.minimum(n_heads - first_head, heads_at_once)
+    backwards = (gl.cdiv(n_heads, heads_at_once) - first_head // heads_at_once) % 2 == 0
+    tile = rest // alternating
+    tile = gl.where(backwards, n_tiles - 1 - tile, tile)
+    tile_ptr = table_ptr + tile * COLUMNS
+    start_m, seqlen_q, seqlen_k = gl.load(tile_ptr), gl.load(tile_ptr + 1), gl.load(tile_ptr + 2)
+    first_q, first_k = gl.load(tile_ptr + 3), gl.load(tile_ptr + 4)
+    return first_head + rest % alternating, start_m, seqlen_q, seqlen_k, first_q, first_k
+
+
+@gluon.jit
+def lengths_of_turn(turn, heads_and_limits):
+    """Return (seqlen_q, seqlen_k) of the sequence whose tile this program has in a turn."""
+    _, _, _, _, seqlen_q, seqlen_k, _, _, packed = heads_and_limits
+    if packed is not None:
+        _, _, seqlen_q, seqlen_k, _, _ = tile_of_turn(turn, heads_and_limits)
+    return seqlen_q, seqlen_k
+
+
+@gluon.jit
 def place(turn, heads_and_limits, constants: gl.constexpr):
     """Return (batch_head, start_m, first, end): queries and tiles of keys of this program's turn.
 
     Tiles of queries alternate between heads; the last queries see the most keys and come first.
     """
-    n_tiles, batch_heads, _, _, seqlen_q, seqlen_k, left, right, packed = heads_and_limits
+    n_tiles, batch_heads, _, _, _, _, left, right, packed = heads_and_limits
     HEADS_AT_ONCE: gl.constexpr = constants[0]
     BLOCK_M: gl.constexpr = constants[4] * ROWS
     BLOCK_N: gl.constexpr = constants[5]
-    of_sequence, start_of_sequence, _, _ = packed
-    if of_sequence is None:
+    seqlen_q, seqlen_k = lengths_of_turn(turn, heads_and_limits)
+    if packed is None:
         first_head, rest = order_of_turn(turn, n_tiles, batch_heads, constants)
         batch_head, tile = first_head, rest
         if HEADS_AT_ONCE > 1:
@@ -151,7 +188,7 @@ def place(turn, heads_and_limits, constants: gl.constexpr):
             tile = rest // alternating
         start_m = (n_tiles - 1 - tile) * BLOCK_M
     else:
-        batch_head, start_m = of_sequence, start_of_sequence
+        batch_head, start_m, _, _, _, _ = tile_of_turn(turn, heads_and_limits)
     first, _, _, end = key_stages(
         start_m, start_m + BLOCK_M - 1, seqlen_q, seqlen_k, left, right, constants[1],
         constants[2], BLOCK_N,
@@ -167,9 +204,10 @@ def place_of_consumer(turn, heads_and_limits, ME: gl.constexpr, constants: gl.co
     ``unseen`` tiles of keys from the right edge of the program's on they do not see. Tiles below
     whole have keys to mask on the left, those from cut on keys to mask on the right.
     """
-    _, _, _, _, seqlen_q, seqlen_k, left, right, _ = heads_and_limits
+    _, _, _, _, _, _, left, right, _ = heads_and_limits
     BLOCK_N: gl.constexpr = constants[5]
     STAGES: gl.constexpr = constants[6]
+    seqlen_q, seqlen_k = lengths_of_turn(turn, heads_and_limits)
     _, start_m, first, end = place(turn, heads_and_limits, constants)
     start_m += ME * ROWS
     _, whole, cut, own_end = key_stages(
@@ -220,23 +258,29 @@ def load(loading, constants: gl.constexpr):
     q_desc, k_desc, v_desc, _ = descs
     q_s, k_s, v_s, _ = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    n_tiles, batch_heads, heads, group, seqlen_q, seqlen_k, _, _, packed = heads_and_limits
-    _, _, end_q, end_k = packed
+    _, _, heads, group, seqlen_q, seqlen_k, _, _, packed = heads_and_limits
+    v_length, v_end = seqlen_k, None
+    if packed is not None:
+        v_end = 0
     CONSUMERS: gl.constexpr = constants[4]
     BLOCK_N: gl.constexpr = constants[5]
     STAGES: gl.constexpr = constants[6]
     # -- keys and values: in the order in which they are read, keys one tile ahead
     i = 0
     v_batch, v_head, v_row = 0, 0, 0
-    for turn in range(turns_of_program(n_tiles, batch_heads, constants)):
+    for turn in range(turns_of_program(heads_and_limits, constants)):
         batch_head, start_m, first, end = place(turn, heads_and_limits, constants)
         batch, head = batch_head // heads, batch_head % heads
+        end_q, end_k = None, None
+        if packed is not None:
+            _, _, seqlen_q, seqlen_k, first_q, first_k = tile_of_turn(turn, heads_and_limits)
+            end_q, end_k = first_q + seqlen_q, first_k + seqlen_k
         for tile in range(end - first):
             k_row = (end - 1 - tile) * BLOCK_N
             at = coordinates(batch, head // group, k_row, seqlen_k, end_k)
             fetch(k_desc, k_s, k_full, k_empty, i, at, STAGES)
             if i > 0:
-                at = coordinates(v_batch, v_head, v_row, seqlen_k, end_k)
+                at = coordinates(v_batch, v_head, v_row, v_length, v_end)
                 fetch(v_desc, v_s, v_full, v_empty, i - 1, at, STAGES)
             # -- queries: for each consumer its own, as soon as it has read the last ones
             if tile == 0:
@@ -248,8 +292,10 @@ def load(loading, constants: gl.constexpr):
             v_batch = batch
             v_head = head // group
             v_row = k_row
+            if packed is not None:
+                v_length, v_end = seqlen_k, end_k
             i += 1
-    at = coordinates(v_batch, v_head, v_row, seqlen_k, end_k)
+    at = coordinates(v_batch, v_head, v_row, v_length, v_end)
     fetch(v_desc, v_s, v_full, v_empty, i - 1, at, STAGES)
 
 
@@ -331,15 +377,19 @@ def weigh(
 @gluon.jit
 def finish(l_i, m_i, lse_ptr, turn, heads_and_limits, ME: gl.constexpr, constants: gl.constexpr):
     """Write lse of this consumer's queries of a turn, and return by what to multiply the sum."""
-    _, _, _, _, seqlen_q, seqlen_k, left, right, packed = heads_and_limits
+    _, _, _, _, _, _, left, right, packed = heads_and_limits
     row: gl.constexpr = m_i.type.layout
+    seqlen_q, seqlen_k = lengths_of_turn(turn, heads_and_limits)
     batch_head, start_m, _, _ = place(turn, heads_and_limits, constants)
     queries = start_m + ME * ROWS + gl.arange(0, ROWS, row)
     seen = seen_keys(queries, seqlen_q, seqlen_k, left, right, constants[1], constants[2])
     total = gl.convert_layout(gl.sum(l_i, 1), row, assert_trivial=True)
     total = gl.where((total == 0) & (seen[1] > 0), float("nan"), total)  # see sum_of_weights
-    if packed[0] is None:
+    if packed is None:
         lse_ptr += batch_head.to(gl.int64) * seqlen_q
+    else:
+        _, _, _, _, first_q, _ = tile_of_turn(turn, heads_and_limits)
+        lse_ptr += batch_head.to(gl.int64) * packed[1] + first_q
     lse_ptrs = lse_ptr + queries
     gl.store(lse_ptrs, (m_i + gl.log2(total)) * LN2, mask=queries < seqlen_q)
     return 1 / gl.where(total == 0, 1.0, total)
@@ -348,8 +398,12 @@ def finish(l_i, m_i, lse_ptr, turn, heads_and_limits, ME: gl.constexpr, constant
 @gluon.jit
 def write(acc, inverse, out_desc, buffer, turn, heads_and_limits, ME, constants: gl.constexpr):
     """Write out of this consumer's queries of a turn, by a copy that is not waited for."""
-    heads, seqlen_q = heads_and_limits[2], heads_and_limits[4]
-    _, _, end_q, _ = heads_and_limits[8]
+    heads, packed = heads_and_limits[2], heads_and_limits[8]
+    end_q = None
+    seqlen_q, _ = lengths_of_turn(turn, heads_and_limits)
+    if packed is not None:
+        _, _, _, _, first_q, _ = tile_of_turn(turn, heads_and_limits)
+        end_q = first_q + seqlen_q
     row_of_acc: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     batch_head, start_m, _, _ = place(turn, heads_and_limits, constants)
     acc = acc * gl.convert_layout(inverse, row_of_acc, assert_trivial=True)[:, None]
@@ -386,7 +440,7 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     out_desc, lse_ptr, buffers, barriers, heads_and_limits, scale_log2 = computing
     q_s, k_s, v_s, out_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    n_tiles, batch_heads, _, _, seqlen_q, seqlen_k, left, right, _ = heads_and_limits
+    _, _, _, _, _, _, left, right, packed = heads_and_limits
     HAS_LEFT: gl.constexpr = constants[1]
     HAS_RIGHT: gl.constexpr = constants[2]
     ALL_WHOLE: gl.constexpr = constants[3]
@@ -407,8 +461,9 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     out_buffer = out_s.index(ME)
 
     # -- turns: the first one
-    turns = turns_of_program(n_tiles, batch_heads, constants)
+    turns = turns_of_program(heads_and_limits, constants)
     turn = 0
+    seqlen_q, seqlen_k = lengths_of_turn(turn, heads_and_limits)
     start_m, first, whole, cut, tile, unseen = place_of_consumer(
         turn, heads_and_limits, ME, constants
     )
@@ -452,6 +507,8 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
         begins = tile < first
         if not ONE_TURN and begins:
             turn += 1
+            if packed is not None:
+                seqlen_q, seqlen_k = lengths_of_turn(turn, heads_and_limits)
             start_m, first, whole, cut, tile, unseen = place_of_consumer(
                 turn, heads_and_limits, ME, constants
             )
@@ -627,9 +684,8 @@ def attention_hopper_fwd_kernel(
     ONE_TURN: gl.constexpr,  # whether each program has one tile of queries
 ):
     n_tiles = gl.cdiv(seqlen_q, CONSUMERS * ROWS)
-    packed = (None, None, None, None)
     heads_and_limits = (
-        n_tiles, batch_heads, heads, group, seqlen_q, seqlen_k, left, right, packed,
+        n_tiles, batch_heads, heads, group, seqlen_q, seqlen_k, left, right, None,
     )  # fmt: skip
     constants: gl.constexpr = (
         HEADS_AT_ONCE, HAS_LEFT, HAS_RIGHT, ALL_WHOLE, CONSUMERS, BLOCK_N, STAGES, TURNS, HEAD_DIM,

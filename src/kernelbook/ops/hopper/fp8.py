@@ -106,14 +106,14 @@ def load(loading, constants: gl.constexpr):
     q_desc, k_desc, v_desc = descs
     q_s, k_s, v_s, _ = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    n_tiles, batch_heads, heads, group, _, _, _, _, _ = heads_and_limits
+    _, _, heads, group, _, _, _, _, _ = heads_and_limits
     CONSUMERS: gl.constexpr = constants[4]
     BLOCK_N: gl.constexpr = constants[5]
     STAGES: gl.constexpr = constants[6]
     # -- keys and values: in the order in which they are read, keys one tile ahead
     i = 0
     v_batch, v_head, v_row = 0, 0, 0
-    for turn in range(turns_of_program(n_tiles, batch_heads, constants)):
+    for turn in range(turns_of_program(heads_and_limits, constants)):
         batch_head, start_m, first, end = place(turn, heads_and_limits, constants)
         batch, head = batch_head // heads, batch_head % heads
         for tile in range(end - first):
@@ -263,7 +263,7 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     out_desc, lse_ptr, buffers, barriers, heads_and_limits, scales = computing
     q_s, k_s, v_s, out_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    n_tiles, batch_heads, _, _, seqlen_q, seqlen_k, left, right, _ = heads_and_limits
+    _, _, _, _, seqlen_q, seqlen_k, left, right, _ = heads_and_limits
     HAS_LEFT: gl.constexpr = constants[1]
     HAS_RIGHT: gl.constexpr = constants[2]
     ALL_WHOLE: gl.constexpr = constants[3]
@@ -281,7 +281,7 @@ def consume(computing, ME: gl.constexpr, constants: gl.constexpr):
     out_buffer = out_s.index(ME)
 
     # -- turns: the first one
-    turns = turns_of_program(n_tiles, batch_heads, constants)
+    turns = turns_of_program(heads_and_limits, constants)
     turn = 0
     start_m, first, whole, cut, tile, unseen = place_of_consumer(
         turn, heads_and_limits, ME, constants
@@ -468,9 +468,8 @@ def attention_hopper_fp8_fwd_kernel(
     # -- roles
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     n_tiles = gl.cdiv(seqlen_q, CONSUMERS * ROWS)
-    packed = (None, None, None, None)
     heads_and_limits = (
-        n_tiles, batch_heads, heads, group, seqlen_q, seqlen_k, left, right, packed,
+        n_tiles, batch_heads, heads, group, seqlen_q, seqlen_k, left, right, None,
     )  # fmt: skip
     constants: gl.constexpr = (
         HEADS_AT_ONCE, HAS_LEFT, HAS_RIGHT, ALL_WHOLE, CONSUMERS, BLOCK_N, STAGES, TURNS, HEAD_DIM,

@@ -1,12 +1,16 @@
 """Attention of packed sequences for Hopper in Gluon: forward, and backward in one sweep.
 
-The roles are those of :mod:`forward` and :mod:`backward`. What is new is where a program's tile
-lies. The host knows how many rows there are in all, and not where sequences begin. With tiles of M
-rows it launches total // M + batch programs for a head, one for each slot. Sequence b begins at
-slot cu[b] // M + b, which is known without looking at the sequences before, and up to the next one
-there are at least as many slots as it has tiles. A program finds its sequence by bisection. At most
-one slot of a sequence has no tile; in a grid with the tiles of the longest sequence for each, all
-programs past the end of a shorter one would have none.
+The roles are those of :mod:`forward` and :mod:`backward`. What is new is where a tile lies. The
+host knows how many rows there are in all, and not where sequences begin. With tiles of M rows it
+plans total // M + batch slots for a head. Sequence b begins at slot cu[b] // M + b, which is known
+without looking at the sequences before, and up to the next one there are at least as many slots as
+it has tiles. So the sequence of a slot is found by bisection. At most one slot of a sequence has no
+tile; in a grid with the tiles of the longest sequence for each, all programs past the end of a
+shorter one would have none.
+
+Backward launches a program for each slot. Forward has one program for each SM, as for sequences of
+one length, because a program's beginning and end cost a short tile much: a small kernel before it
+writes a table of all tiles, from long ones to short ones, through which programs go turn by turn.
 
 Rows after a sequence are those of the next one. Copies read zeros there, and write nothing: see
 :func:`kernelbook.ops.attention.tiles.describe`.
@@ -22,28 +26,37 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernelbook import runtime
 from kernelbook.ops.attention import scope, tiles, tuned, varlen_backward
 from kernelbook.ops.attention.backward import PADDING
-from kernelbook.ops.attention.scope import query_stages, seen_keys
+from kernelbook.ops.attention.scope import key_stages, query_stages, seen_keys
 from kernelbook.ops.attention.tiles import place
 from kernelbook.ops.attention.varlen import sequence
 from kernelbook.ops.attention.varlen_backward import padded_start
 from kernelbook.ops.hopper import backward, forward
 from kernelbook.ops.hopper.backward import KEYS
 from kernelbook.ops.hopper.choice import REGISTERS
-from kernelbook.ops.hopper.forward import ROWS
+from kernelbook.ops.hopper.forward import COLUMNS, ROWS
 from kernelbook.ops.launch import Launch, planned
 
 # -- which sequence
 
 
-@gluon.jit
-def sequence_of_slot(cu_ptr, batch, slot, ROWS_OF_SLOT: gl.constexpr):
-    """Return the last sequence that begins at this slot or before it."""
-    low, high = 0, batch - 1
-    while low < high:
+@triton.jit
+def largest(x):
+    """Return the largest number of a tensor, or the number that x is."""
+    if x.type.is_block():
+        return tl.max(x, 0)
+    else:
+        return x
+
+
+@triton.jit
+def sequence_of_slot(cu_ptr, batch, slot, ROWS_OF_SLOT: tl.constexpr):
+    """Return the last sequence that begins at this slot, or of a tensor at each slot, or before."""
+    low, high = slot * 0, slot * 0 + (batch - 1)
+    while largest(high - low) > 0:
         middle = (low + high + 1) // 2
-        begins = gl.load(cu_ptr + middle) // ROWS_OF_SLOT + middle
-        low = gl.where(begins <= slot, middle, low)
-        high = gl.where(begins <= slot, high, middle - 1)
+        fits = tl.load(cu_ptr + middle) // ROWS_OF_SLOT + middle <= slot
+        high = tl.where(fits, high, middle - 1)
+        low = tl.where(fits, middle, low)
     return low
 
 
@@ -52,22 +65,104 @@ def sequence_of_slot(cu_ptr, batch, slot, ROWS_OF_SLOT: gl.constexpr):
 SIZES = ["batch", "total_q", "total_k", "max_seqlen_q", "max_seqlen_k", "left", "right"]
 """What differs from batch to batch: a kernel that were specialised on it would be compiled anew."""
 
+MINE, OTHERS = 32, 256
+"""How many slots a program puts into their order, and how many it compares these with at a time."""
 
-@gluon.jit(do_not_specialize=[*SIZES, "heads_at_once"])
+NOWHERE = tl.constexpr(-(2**31))
+"""The rank of a slot without a tile."""
+
+OF_A_BAND = tl.constexpr(2**21)
+"""At least twice the tiles of keys that a tile of queries sees."""
+
+
+@triton.jit
+def tiles_of_slots(slot, slots, cu_q_ptr, cu_k_ptr, of_batch, mask, BLOCK_M, BLOCK_N):
+    """Return (rank, start_m, seqlen_q, seqlen_k, first_q, first_k) of the tile of each slot.
+
+    Tiles of higher rank come first: those of a band of rows before those of the next band. In the
+    last band tiles that see many tiles of keys come before those that see few, in the band before
+    it the other way round, and so on: lengths never jump. A slot without a tile has the lowest rank
+    of all.
+    """
+    batch, total_q, total_k, max_seqlen_q, max_seqlen_k, rows_of_band = of_batch
+    left, right, HAS_LEFT, HAS_RIGHT = mask
+    b = sequence_of_slot(cu_q_ptr, batch, slot, BLOCK_M)
+    first_q, seqlen_q = sequence(cu_q_ptr, b, total_q, max_seqlen_q)
+    first_k, seqlen_k = sequence(cu_k_ptr, b, total_k, max_seqlen_k)
+    start_m = (slot - first_q // BLOCK_M - b) * BLOCK_M
+    first, _, _, end = key_stages(
+        start_m, start_m + BLOCK_M - 1, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT,
+        BLOCK_N,
+    )  # fmt: skip
+    length = tl.maximum(tl.cdiv(end, BLOCK_N) - first // BLOCK_N, 1)
+    bands_after = (total_q - 1) // rows_of_band - first_q // rows_of_band
+    rank = bands_after * OF_A_BAND + tl.where(bands_after % 2 == 0, length, -length)
+    there = (slot < slots) & (start_m >= 0) & (start_m < seqlen_q)
+    return tl.where(there, rank, NOWHERE), start_m, seqlen_q, seqlen_k, first_q, first_k
+
+
+@triton.jit(do_not_specialize=[*SIZES, "slots", "rows_of_band"])
+def order_tiles_kernel(
+    table_ptr,  # output, int32, (slots + 1, COLUMNS): start_m, seqlen_q, seqlen_k, first_q, first_k
+    cu_q_ptr,  # where sequences begin, int32, (batch + 1,)
+    cu_k_ptr,
+    slots,
+    batch,
+    total_q,
+    total_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    left,
+    right,
+    rows_of_band,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MINE: tl.constexpr,  # slots of a program
+    OTHERS: tl.constexpr,  # slots that it compares them with at a time
+):
+    # -- place: the tiles of these slots
+    of_batch = (batch, total_q, total_k, max_seqlen_q, max_seqlen_k, rows_of_band)
+    mask = (left, right, HAS_LEFT, HAS_RIGHT)
+    slot = tl.program_id(0) * MINE + tl.arange(0, MINE)
+    rank, start_m, seqlen_q, seqlen_k, first_q, first_k = tiles_of_slots(
+        slot, slots, cu_q_ptr, cu_k_ptr, of_batch, mask, BLOCK_M, BLOCK_N
+    )
+    # -- compare: a tile's row is the number of tiles before it
+    row, n_tiles = slot * 0, 0
+    for first in range(0, slots, OTHERS):
+        other = first + tl.arange(0, OTHERS)
+        of_other, _, _, _, _, _ = tiles_of_slots(
+            other, slots, cu_q_ptr, cu_k_ptr, of_batch, mask, BLOCK_M, BLOCK_N
+        )
+        before = of_other[None, :] > rank[:, None]
+        before |= (of_other[None, :] == rank[:, None]) & (other[None, :] > slot[:, None])
+        row += tl.sum(before.to(tl.int32), 1)
+        n_tiles += tl.sum((of_other != NOWHERE).to(tl.int32), 0)
+    # -- write: the row of each tile, and last of all how many there are
+    there = rank != NOWHERE
+    row_ptrs = table_ptr + row * COLUMNS
+    tl.store(row_ptrs, start_m, mask=there)
+    tl.store(row_ptrs + 1, seqlen_q, mask=there)
+    tl.store(row_ptrs + 2, seqlen_k, mask=there)
+    tl.store(row_ptrs + 3, first_q, mask=there)
+    tl.store(row_ptrs + 4, first_k, mask=there)
+    tl.store(table_ptr + slots * COLUMNS, n_tiles, mask=tl.program_id(0) == 0)
+
+
+@gluon.jit(do_not_specialize=["slots", "total_q", "left", "right", "heads_at_once"])
 def attention_varlen_hopper_fwd_kernel(
     q_desc,  # queries, (1, heads, total_q, HEAD_DIM), packed, in tiles of ROWS
     k_desc,  # keys, (1, heads // group, total_k, HEAD_DIM), packed, in tiles of BLOCK_N
     v_desc,  # values, as the keys
     out_desc,  # output, as the queries
-    cu_q_ptr,  # where sequences begin, int32, (batch + 1,)
-    cu_k_ptr,
+    table_ptr,  # tiles in their order, and how many, int32, (slots + 1, COLUMNS)
     lse_ptr,  # natural logarithm of the sum of exponentials, (heads, total_q), contiguous
-    batch,
+    slots,
     heads,
     total_q,
-    total_k,
-    max_seqlen_q,
-    max_seqlen_k,
     left,  # bounds of what a query sees, where there are any: see scope
     right,
     sm_scale,  # the scores are sm_scale * q k^T
@@ -83,28 +178,17 @@ def attention_varlen_hopper_fwd_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
 ):
-    # -- place: the last queries of a sequence see the most keys, and come first
-    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
-    slots = total_q // BLOCK_M + batch
-    tile, head = place(slots, heads, heads_at_once)
-    slot = slots - 1 - tile
-    b = sequence_of_slot(cu_q_ptr, batch, slot, BLOCK_M)
-    first_q, seqlen_q = sequence(cu_q_ptr, b, total_q, max_seqlen_q)
-    start_m = (slot - first_q // BLOCK_M - b) * BLOCK_M
-    if (start_m < 0) | (start_m >= seqlen_q):
-        return
-    first_k, seqlen_k = sequence(cu_k_ptr, b, total_k, max_seqlen_k)
-    lse_ptr += head.to(gl.int64) * total_q + first_q
-
-    # -- roles: as many tiles as programs, so that this one has a single turn
-    packed = (head, start_m, first_q + seqlen_q, first_k + seqlen_k)
-    heads_and_limits = (
-        gl.num_programs(0), 1, heads, group, seqlen_q, seqlen_k, left, right, packed,
-    )  # fmt: skip
+    # -- place: the host does not know how many tiles there are, so that programs may be too many
+    n_tiles = gl.load(table_ptr + slots * COLUMNS)
+    packed = (table_ptr, total_q, heads_at_once)
+    heads_and_limits = (n_tiles, heads, heads, group, 0, 0, left, right, packed)
     constants: gl.constexpr = (
         1, HAS_LEFT, HAS_RIGHT, False, CONSUMERS, BLOCK_N, STAGES, TURNS, HEAD_DIM, False,
-        HAS_LEFT and HAS_RIGHT, True,
+        HAS_LEFT and HAS_RIGHT, False,
     )  # fmt: skip
+    if gl.program_id(0) >= n_tiles * heads:
+        return
+    # -- roles
     descs = (q_desc, k_desc, v_desc, out_desc)
     forward.share(
         descs, lse_ptr, heads_and_limits, sm_scale, constants, CONSUMER_REGISTERS, LOADER_REGISTERS
@@ -141,32 +225,44 @@ def attention_varlen_forward(
     _, heads, total, head_dim = q.shape
     out = torch.empty((total, heads, head_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((heads, total), dtype=torch.float32, device=q.device)
-    rows = ROWS.value
-    bytes_a_head = 2 * min(longest[1], k.shape[2]) * head_dim * k.itemsize
-    at_once = tuned.heads_in_l2(bytes_a_head, heads // k.shape[1], q.device)
-    run = _forward_launch(
-        config, q.shape, k.shape, len(cu_q) - 1, longest, bounds, sm_scale, at_once
-    )
+    rows, batch = ROWS.value, len(cu_q) - 1
+    slots = total // (config.consumers * rows) + batch
+    table = torch.empty((slots + 1, COLUMNS.value), dtype=torch.int32, device=q.device)
+    order, run = _forward_plan(config, q.device, q.shape, k.shape, batch, longest, bounds, sm_scale)
+    order(table, cu_q, cu_k)
     run(
         _describe(q, rows), _describe(k, config.block_n), _describe(v, config.block_n),
-        _describe(out.transpose(0, 1).unsqueeze(0), rows), cu_q, cu_k, lse,
+        _describe(out.transpose(0, 1).unsqueeze(0), rows), table, lse,
     )  # fmt: skip
     return out, lse
 
 
 @planned
-def _forward_launch(config, q_shape, k_shape, batch, longest, bounds, sm_scale, at_once) -> Launch:
+def _forward_plan(
+    config, device, q_shape, k_shape, batch, longest, bounds, sm_scale
+) -> tuple[Launch, Launch]:
+    """Return the launches that put tiles into an order, and that compute them in it."""
     _, heads, total_q, head_dim = q_shape
+    _, heads_k, total_k, _ = k_shape
     left, right = bounds
-    slots = total_q // (config.consumers * ROWS.value) + batch
+    block_m = config.consumers * ROWS.value
+    slots = total_q // block_m + batch
+    bytes_a_head = 4 * total_k * head_dim  # of keys and values; in L2 as many as it holds at a time
+    bands = min(1000, runtime.cdiv(bytes_a_head, runtime.l2_cache(device)))
+    mask = {"HAS_LEFT": left is not None, "HAS_RIGHT": right is not None}
+    order = Launch(
+        order_tiles_kernel, (runtime.cdiv(slots, MINE),),
+        slots, batch, total_q, total_k, *longest, left or 0, right or 0,
+        runtime.cdiv(total_q, bands), **mask, COLUMNS=COLUMNS.value, BLOCK_M=block_m,
+        BLOCK_N=config.block_n, MINE=MINE, OTHERS=OTHERS, num_warps=4,
+    )  # fmt: skip
     consumer_registers, loader_registers = REGISTERS[config.consumers]
-    return Launch(
-        attention_varlen_hopper_fwd_kernel, (slots * heads,),
-        batch, heads, total_q, k_shape[2], *longest, left or 0, right or 0, sm_scale, at_once,
-        heads // k_shape[1],
-        HEAD_DIM=head_dim,
-        HAS_LEFT=left is not None,
-        HAS_RIGHT=right is not None,
+    run = Launch(
+        attention_varlen_hopper_fwd_kernel,
+        (min(slots * heads, runtime.multiprocessors(device)),),
+        slots, heads, total_q, left or 0, right or 0, sm_scale,
+        tuned.heads_in_l2(bytes_a_head, heads // heads_k, device), heads // heads_k,
+        HEAD_DIM=head_dim, **mask,
         CONSUMERS=config.consumers,
         BLOCK_N=config.block_n,
         STAGES=config.stages,
@@ -175,6 +271,7 @@ def _forward_launch(config, q_shape, k_shape, batch, longest, bounds, sm_scale, 
         LOADER_REGISTERS=loader_registers,
         num_warps=4,
     )  # fmt: skip
+    return order, run
 
 
 # -- backward
@@ -353,7 +450,8 @@ def _backward_plan(
     limits = total_q, total_k, *longest, left or 0, right or 0, padded, sm_scale
     sweep = Launch(
         attention_varlen_hopper_bwd_kernel, (slots * heads_k,),
-        batch, heads_k, heads // heads_k, *limits, HEADS_AT_ONCE, HEAD_DIM=head_dim, **mask,
+        batch, heads_k, heads // heads_k, *limits, HEADS_AT_ONCE,
+        HEAD_DIM=head_dim, **mask,
         PADDING=PADDING, BLOCK_M=config.block_m, Q_STAGES=config.q_stages,
         DO_STAGES=config.do_stages, LATE=config.late, num_warps=4,
     )  # fmt: skip
