@@ -64,8 +64,8 @@ lab.start("attention_fast", "kernelbook.ops.attention")
 # What could stop it
 # ------------------
 #
-# Attention is two matmuls with exponentials in between. Four things could leave the tensor cores,
-# the GPU's matmul units, idle.
+# Attention is two matmuls with exponentials in between, and it is slower than a matmul because the
+# tensor cores, the GPU's matmul units, are idle at times. Four things could be the reason.
 
 
 # Measuring
@@ -146,8 +146,8 @@ lab.read(
 # **Exponentials.** Each score costs :math:`4 D` operations in the two matmuls, for head_dim
 # :math:`D`, and one exponential. An :term:`SM` of a Hopper GPU does 4,096 such operations in a
 # cycle, but only 16 exponentials. So at head_dim 128 the matmuls of a score take an eighth of a
-# cycle, and its exponential a sixteenth. If all warps of an SM take turns between the two, the
-# tensor cores work for at most two thirds of the time.
+# cycle, and its exponential a sixteenth. If all :term:`warps <warp>` of an SM take turns between
+# the two, the tensor cores work for at most two thirds of the time.
 
 
 # Drawing
@@ -205,9 +205,9 @@ lab.sketch(
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    There are four ways up: hand the matmuls over without pauses (rungs 2 to 4 below), let a
-#    second program work meanwhile (1), do less besides the matmuls (5), and leave no SM without
-#    work at the end (6).
+#    Six changes follow. The first lets a second program use the tensor cores while the first
+#    computes exponentials, the next three let a program hand its matmuls over without pauses, the
+#    fifth does less besides the matmuls, and the sixth leaves no SM without work at the end.
 
 # %%
 # The loop
@@ -251,15 +251,14 @@ lab.sketch(
 #    code.count("HGMMA"), code.count("WARPGROUP.DEPBAR")
 #
 # The kernel has the loop twice, for whole tiles and for tiles that the mask cuts: 2 · (8 + 4) = 24
-# matmul instructions with, at best, 4 waits.
+# matmul instructions with, at best, 4 waits. Every further wait is a pause.
 
 # %%
 # The ladder
 # ----------
 #
-# The start is, but for one guard, the staged kernel of the last chapter. Percentages are of the
-# speed of a :term:`cuBLAS` matmul in the same run, in the text with a causal mask unless we say
-# otherwise.
+# The ladder starts from the staged kernel of the last chapter. Percentages are of the speed of a
+# :term:`cuBLAS` matmul in the same run, in the text with a causal mask unless we say otherwise.
 
 
 # Whole: one for all rungs, with a flag for each change
@@ -741,13 +740,13 @@ limit_costs = known("register limit alone") and (
 # Reading
 lab.read(
     f"Steps of less than {100 * CHANCE} % we call the same. "
-    "Two of the six changes are odd. Rung 1 "
+    "Two of the six changes are odd: rung 1 "
     + (
         "gains nothing"
         if abs(steps_up["two programs"]) < CHANCE
         else f"loses {-100 * steps_up['two programs']:.0f} %"
     )
-    + ". And the largest, rung 4, rewrites a single line, which returns the same numbers as "
+    + ", and rung 4, the largest, rewrites a single line, which returns the same numbers as "
     "before. Waits "
     + (
         "will explain both."
@@ -943,9 +942,9 @@ lab.sketch(
 # tiles of keys, and of values, are on their way or in use at a time. The queries of a program take
 # 32 KiB, and so does each stage. With two stages, two programs fit into the 227 KiB of an SM.
 #
-# **Registers** hold ``acc`` and the scores. Two programs of 8 :term:`warps <warp>` are 512 threads,
-# so of the SM's 65,536 registers each thread gets 128; ``maxnreg``, an option of the launch, sets
-# this limit. Values that do not fit :term:`spill <spill>` to memory.
+# **Registers** hold ``acc`` and the scores. Two programs of 8 warps are 512 threads, so of the SM's
+# 65,536 registers each thread gets 128; ``maxnreg``, an option of the launch, sets this limit.
+# Values that do not fit :term:`spill <spill>` to memory.
 
 
 # Measuring
@@ -1007,14 +1006,17 @@ second = min(
     for name in ("register limit alone", "two stages alone")
 )
 early = max(gain("two programs", mask) for mask in ("causal", "full")) < 0.05
+at_most = max(
+    steps.share(name, mask="causal") if known(name) else nan
+    for name in ("register limit alone", "two stages alone")
+)
 lab.read(
-    f"The register limit alone, which brings the waits and spills, leaves the kernel at "
-    f"{of_matmul('register limit alone')} of a matmul, and two stages alone at "
-    f"{of_matmul('two stages alone')}. With both costs and a second program it is at "
-    f"{of_matmul('two programs')}. "
+    f"Making room costs speed twice: two stages have fewer tiles on their way, and fewer registers "
+    f"bring waits and spills. Each alone leaves the kernel at {100 * at_most:.0f} % of a matmul or "
+    f"less. With both and a second program it is at {of_matmul('two programs')}. "
     + (
-        f"So unless one cost lessens the other, the second program is worth at least "
-        f"{100 * second:.0f} %, but it only wins back what making room for it costs."
+        "So the second program is worth much, but here it only wins back what making room for it "
+        "costs."
         if early
         else "The second program is worth more than both cost."
     )
@@ -1028,9 +1030,10 @@ lab.read(
 # Rung 2: descriptors name tiles
 # ------------------------------
 #
-# A thread spends registers on addresses: for each piece of a tile that it loads, it computes and
-# keeps an address and a mask. A :term:`tensor descriptor <descriptor>` makes them unnecessary. The
-# host makes it once; it holds the address, sizes and strides of a tensor, and the size of a tile.
+# Registers are short now, and a thread spends some of them on addresses: for each piece of a tile
+# that it loads, it computes and keeps an address and a mask. A :term:`tensor descriptor
+# <descriptor>` makes them unnecessary. The host makes it once; it holds the address, sizes and
+# strides of a tensor, and the size of a tile.
 #
 # .. image:: /figures/attention-descriptor.svg
 #    :alt: Above, without a descriptor: 256 threads each compute addresses and a mask in registers,
@@ -1178,14 +1181,17 @@ stays = (
 measured(
     "descriptors",
     f"The number of spills goes from {compiled_to('two programs', 'spills')} to "
-    f"{compiled_to('descriptors', 'spills')}. ",
-    f"But the waits stay: without the limit the compiler would now take "
+    f"{compiled_to('descriptors', 'spills')}",
+    f", but the waits stay. Without the limit the compiler would now take "
     f"{compiled_to('descriptors, no limit', 'registers')} registers and wait "
-    f"{compiled_to('descriptors, no limit', 'waits for them')} times, but in 128 it can place "
-    f"everything only with a wait after each matmul instruction."
+    f"{compiled_to('descriptors, no limit', 'waits for them')} times; in 128 it can place "
+    f"everything only with a wait after each matmul instruction. "
     if stays
-    else f"The code waits {waits_of('descriptors')}. Without the register limit, the compiler "
-    f"would give a thread {compiled_to('descriptors, no limit', 'registers')} registers.",
+    else f". The code waits {waits_of('descriptors')}. Without the register limit, the compiler "
+    f"would give a thread {compiled_to('descriptors, no limit', 'registers')} registers. ",
+    "We keep the descriptors, because the finished kernel will need them."
+    if change("without descriptors", list(LADDER)[-1]) < -CHANCE
+    else "",
 )
 
 # %%
@@ -1223,11 +1229,11 @@ measured(
 # Rung 3: scores one iteration ahead
 # ----------------------------------
 #
-# What else leaves the tensor cores idle? An iteration begins with ``q kᵀ``, which needs a new tile
-# of keys. With two stages, the next tiles are copied into a second buffer. But Triton starts these
-# copies only at the end of an iteration, when ``p v`` has been handed over, so the next iteration
-# waits for as much of them as ``p v`` does not cover. If it began with exponentials, which need no
-# new tile, these would run during the copies:
+# Copies can leave the tensor cores idle, too. An iteration begins with ``q kᵀ``, which needs a new
+# tile of keys. With two stages, Triton starts to copy the next tiles only at the end of an
+# iteration, when ``p v`` has been handed over, so the next iteration waits for as much of the
+# copies as ``p v`` does not cover. If it began with exponentials, which need no new tile, these
+# would run during the copies:
 
 
 # Drawing
@@ -1312,29 +1318,25 @@ outside = compiled_to("one iteration ahead", "matmul instructions") - compiled_t
 )
 measured(
     "one iteration ahead",
-    f"The code has {outside} matmul instructions more, those outside the loops, and still waits "
-    f"{waits_of('one iteration ahead')}.",
-)
-
-# %%
-
-# Reading
-lab.read(
-    "The order also changes which values live at the same time. In the old one Triton waits for "
-    "`p v` only after the next `q kᵀ`, so the weights that `p v` reads and the new scores are in "
-    "registers together; in the new one it waits first. "
-    f"Without the limit the code takes "
-    f"{compiled_to('one iteration ahead, no limit', 'registers')} registers instead of "
-    f"{compiled_to('descriptors, no limit', 'registers')}. We have not separated this from "
-    f"the copies."
+    f"The code still waits {waits_of('one iteration ahead')}, of which {outside} are new and "
+    f"outside the loops. ",
+    "Neither waits nor spills became fewer, so they do not explain the gain. The copies may, but "
+    "we have not timed them by themselves."
+    if all(
+        compiled_to(name, "waits for them") == compiled_to(name, "matmul instructions")
+        for name in ("descriptors", "one iteration ahead")
+    )
+    and compiled_to("one iteration ahead", "spills")
+    >= compiled_to("descriptors", "spills")
+    else "We have not timed the copies by themselves.",
 )
 
 # %%
 # Rung 4: the maximum in two steps
 # --------------------------------
 #
-# Why does it still wait after each instruction? The assembler, *ptxas*, gives its reason if two
-# variables are set in the environment:
+# The code still waits after each instruction. The assembler, *ptxas*, says why if two variables are
+# set in the environment:
 #
 # .. code-block:: bash
 #
@@ -1393,10 +1395,10 @@ lab.read(
 )
 
 # %%
-# What reads it? We look for ``p v`` in *TTGIR*, Triton's intermediate code, which is
+# To find what reads it, we look for ``p v`` in *TTGIR*, Triton's intermediate code, which is
 # ``compiled.asm["ttgir"]``. Two waits follow it instead of one, and the loop carries ``acc`` twice,
-# in two *layouts*: a layout says which elements of a tile each thread holds. The second leads back
-# to ``alpha``, and to an innocent line, the maximum of a row:
+# in two *layouts*: a layout says which elements of a tile each thread holds. The second layout is
+# that of ``alpha``, which has it from an innocent line, the maximum of a row:
 #
 # 1. The scores have the layout of a matmul with 64 columns, and ``acc`` that of one with 128. The
 #    maximum, ``tl.max(qk, axis=1)``, inherits the layout of the scores, and so does ``alpha``.
@@ -1484,11 +1486,12 @@ lab.table(
         for name, words in TESTED.items()
         if name in seen
     ],
-    f"Causal; compiled with triton {triton.__version__}"
+    "Rung 3 without the copy, causal"
     + (
-        f", speed timed with {steps.provenance['triton']}"
-        + (", whose code of both rungs waits as often" if same_waits else "")
-        if steps.provenance and steps.provenance["triton"] != triton.__version__
+        f"; compiled with triton {triton.__version__}, timed with {steps.provenance['triton']}"
+        if steps.provenance
+        and steps.provenance["triton"] != triton.__version__
+        and not same_waits
         else ""
     ),
 )
@@ -1569,20 +1572,27 @@ in_ttgir = lab.read(
     f"{compiled_to('one iteration ahead', 'spills')} values spill. Without a limit, rung 3 waits "
     f"{waits_of(free)}; rung 2 then waits {waits_of('descriptors, no limit')}."
 )
+live = lab.read(
+    f"**Registers of rungs 2 and 3.** The order of rung 3 changes which values live at the same "
+    f"time. In the old one Triton waits for `p v` only after the next `q kᵀ`, so the weights that "
+    f"`p v` reads and the new scores are in registers together; in the new one it waits first. "
+    f"Without the limit the code takes {compiled_to(free, 'registers')} registers instead of "
+    f"{compiled_to('descriptors, no limit', 'registers')}."
+)
 no_gpu = lab.read(
     "None of this needs a GPU: the assembler's reasons, the machine code, and the copies and waits "
     "beside the edited kernel come from code compiled for an H200 when this page was built. All "
     "other counts are those of the recorded run. ptxas numbers its remarks: C7512 is the one about "
     "too few registers, and C7514 the one about the accumulator."
 )
-lab.together(reasons, same_code, in_ttgir, no_gpu, differing)
+lab.together(reasons, same_code, in_ttgir, live, no_gpu, differing)
 
 # %%
 # Rung 5: the scale inside the exponential
 # ----------------------------------------
 #
-# The needless waits are gone. What else can go? A multiplication per score: so far the kernel
-# scales every score, and then subtracts the maximum.
+# The needless waits are gone, but other work can go, too: a multiplication per score, because so
+# far the kernel scales every score, and then subtracts the maximum.
 #
 # The scale is positive, so the maximum may be taken before scaling. With :math:`x` for a dot
 # product, :math:`c` for the scale times :math:`\log_2 e` (``scale_log2``), and
@@ -1601,7 +1611,7 @@ measured(
     "One multiplication less per score is worth little, so these instructions are not what limits "
     "the loop."
     if little
-    else "So with two programs the instructions beside the exponential do cost time.",
+    else "So even beside a second program such instructions cost time.",
 )
 
 # %%
@@ -1720,6 +1730,14 @@ for tiles, heads in ((32, 64), (32, 16), (128, 16)):
 
 # %%
 
+# Reading
+lab.read(
+    f"Programs alternate between {promised['at once']} of the {promised['heads']} heads, because "
+    f"the keys and values of so many fit into half of the L2 cache."
+)
+
+# %%
+
 # Drawing
 reversal = promised["reversal"]
 measured(
@@ -1727,22 +1745,8 @@ measured(
     "Without a mask all programs are equally long. "
     if abs(gain("heavy first", "full")) < CHANCE
     else "",
-    f"With it, a simulation of all programs promises {100 * promised['rung']:.0f} %"
-    + (
-        ", more than the GPU gains."
-        if gain("heavy first", "causal") < promised["rung"]
-        else "."
-    ),
+    "We timed the two changes, of the tiles and of the heads, only together.",
     both=True,
-)
-
-# %%
-
-# Reading
-lab.read(
-    f"Programs alternate between {promised['at once']} of the {promised['heads']} heads, because "
-    f"the keys and values of so many fit into half of the L2 cache. We timed the two changes of "
-    f"this rung only together."
 )
 
 # %%
@@ -1767,7 +1771,23 @@ other_orders = lab.read(
         f"timed neither."
     )
 )
-lab.together(occupied, other_orders)
+alone_in_full, both_in_full = (
+    steps.share(name, mask="full") if known(name) else nan
+    for name in ("without two programs", list(LADDER)[-1])
+)
+why_less = lab.read(
+    f"For the rung it promises {100 * promised['rung']:.0f} %"
+    + (
+        f", more than the GPU gains. In the simulation a program is no faster when the other slot "
+        f"of its SM is empty. On the GPU it probably is: without a mask one program per SM, though "
+        f"with three stages, reaches {100 * alone_in_full:.0f} % of a matmul, and two reach "
+        f"{100 * both_in_full:.0f} %, so an empty slot costs less than half of an SM."
+        if gain("heavy first", "causal") < promised["rung"]
+        and alone_in_full > both_in_full / 2
+        else "."
+    )
+)
+lab.together(occupied, why_less, other_orders)
 
 # %%
 # Each change taken back
@@ -1780,13 +1800,12 @@ raised = {
     for mask in ("causal", "full")
 }
 lab.read(
-    f"Together, the six changes raise the speed by {100 * raised['causal']:.0f} % with the causal "
-    f"mask, and by {100 * raised['full']:.0f} % without. We call the last rung the **finished "
-    f"kernel**."
+    f"What a change gains depends on the changes before it. So we also take each one back by "
+    f"itself from the last rung, the **finished kernel**, which is {100 * raised['causal']:.0f} % "
+    f"faster than the start with the causal mask, and {100 * raised['full']:.0f} % without:"
 )
 
 # %%
-# What a change gains depends on the changes before it. So we also take each one back by itself:
 
 
 # Measuring
@@ -1830,12 +1849,11 @@ alone, ahead_of = "two programs", "one iteration ahead"
 names = list(LADDER)
 with_one = ["in stages", *ONE_PROGRAM, "without two programs"]
 alone_up = {
-    f"rung {number}": change(one, before, "full")
+    f"rung {number}": change(one, before)
     for number, (before, one) in enumerate(zip(with_one, with_one[1:], strict=False), 2)
-    if number < 6  # without a mask rung 6 has nothing to do
 }
 losing = [name for name, up in alone_up.items() if up < -CHANCE]
-never_back = change("without two programs", "in stages", "full")
+never_back = change("without two programs", "in stages")
 
 
 def do(found, one, several):
@@ -1851,18 +1869,17 @@ def do(found, one, several):
 lab.read(
     f"The finished kernel loses most without “{most}”"
     + (
-        ", the change that gained nothing. "
+        ", the change that gained nothing when we made it. "
         if most == alone and gain(alone, "causal") < CHANCE
         else ". "
     )
     + (
-        f"Not all of that is its own worth: with one program on an SM the other changes do harm, "
-        f"from {of_matmul('in stages', 'full')} of a matmul without a mask to "
-        f"{of_matmul('without two programs', 'full')}. Together, they pay only beside a second "
-        f"program."
+        f"With one program per SM it is slower than the start, at "
+        f"{of_matmul('without two programs')} of a matmul instead of {of_matmul('in stages')}, so "
+        f"together the other five changes pay only beside a second program."
         if never_back < -CHANCE and losing
-        else f"With one program on an SM the other changes alter the speed of the start, without a "
-        f"mask, by {100 * never_back:+.0f} %."
+        else f"With one program on an SM the other changes alter the speed of the start by "
+        f"{100 * never_back:+.0f} %."
     )
 )
 
@@ -1871,16 +1888,14 @@ lab.read(
 # Reading
 lab.read(
     (
-        f"Rung 3 is worth more now, too: its {in_percent(gain(ahead_of, 'causal'))} becomes "
-        f"{in_percent(-worth[ahead_of])}. Without it the code waits after each instruction again, "
-        f"for the reason “{seen['without one iteration ahead']['reason']}”, so the new order lets "
-        f"the loop fit into 128 registers without pauses. "
-        if seen
-        and seen["without one iteration ahead"]["reason"]
-        and worth[ahead_of] > gain(ahead_of, "causal")
-        else ""
+        f"Rungs 2 and 3 save registers, which the second program makes scarce. Without the order "
+        f"of rung 3 the code waits after each instruction again, for the reason "
+        f"“{seen['without one iteration ahead']['reason']}”, and without descriptors "
+        if seen and seen["without one iteration ahead"]["reason"]
+        else "Without descriptors "
     )
-    + f"Without descriptors {compiled_to('without descriptors', 'spills')} values spill."
+    + f"{compiled_to('without descriptors', 'spills')} values spill. So a change that gains little "
+    f"when it is made may be one that the finished kernel needs."
 )
 
 # %%
@@ -1890,19 +1905,18 @@ one_and_two = lab.table(
     [
         {
             "up to rung": "none, and 1" if number == 1 else f"{number}, {two}",
-            "one program": of_matmul(one, "full"),
-            "two programs": of_matmul(two, "full"),
+            "one program": of_matmul(one),
+            "two programs": of_matmul(two),
         }
         for number, (one, two) in enumerate(zip(with_one, names[1:], strict=True), 1)
-        if number < 6
     ]
     if steps.rows
     else [],
     "The ladder with one program on an SM (three stages, no register limit), and with two: percent "
-    "of a matmul, no mask",
+    "of a matmul, causal",
 )
 why = lab.read(
-    "Rung 6 has nothing to do without a mask. Why rung 2 loses here, we do not know. "
+    "Why rung 2 loses here, we do not know. "
     + (
         "Rung 3 loses most: without the register limit, too, it waits after each instruction. Rung "
         "4 removes those waits, and yet the kernel stays slower than rung 2, probably because in "
@@ -1930,11 +1944,10 @@ lab.together(one_and_two, why, halves)
 # What the exponentials still cost
 # --------------------------------
 #
-# If all warps took turns, the tensor cores would be at work for two thirds of the time at most. To
-# compare ours we count cycles, because cuBLAS also leaves the tensor cores idle at times, and a GPU
-# lowers its clock under load. *Tensor cores at work* is the number of cycles that the matmuls need,
-# at 4,096 operations per cycle, divided by the number counted. To see what the exponentials cost,
-# we delete them from the TTGIR; the results are then wrong, but all the rest is still done.
+# Even the finished kernel is slower than a matmul, and exponentials could be the reason. To find
+# out, we delete them from the TTGIR: the results are then wrong, but all the rest is still done. We
+# count cycles, because a GPU lowers its clock under load. *Tensor cores at work* is the number of
+# cycles that the matmuls need, at 4,096 operations per cycle, divided by the number counted.
 
 
 # Measuring
@@ -2049,29 +2062,6 @@ def at_work(name):
     return 100 * row.get("matmuls, at least", nan) / row.get("cycles, thousands", nan)
 
 
-clocks = {name: row.get("clock, MHz", nan) for name, row in counted.items()}
-lab.together(
-    counting,
-    lab.listing(
-        {
-            "The kernel that writes down the counters": _stamp_kernel,
-            "What deletes the exponentials from the intermediate code": no_exponentials,
-        }
-    ),
-    in_cycles,
-)
-
-# %%
-
-# Reading
-COUNTED = {
-    "matmul": "cuBLAS's matmul, twice the operations",
-    "start": "the start",
-    "finished, one program": "finished, but one program per SM",
-    "finished": "finished",
-}
-
-
 def saved(name):
     """Thousands of cycles that a kernel takes less without its exponentials."""
     with_them, without_them = (
@@ -2081,19 +2071,54 @@ def saved(name):
     return with_them - without_them
 
 
+clocks = {name: row.get("clock, MHz", nan) for name, row in counted.items()}
+needs = counted.get("finished", {}).get("exponentials, at least", nan)
+more_counts = lab.read(
+    f"The start runs one program per SM, too, but its exponentials cost only {saved('start'):,.0f} "
+    f"of the {needs:.0f} thousand cycles that they need, so even one program does not strictly "
+    f"take turns."
+    + (
+        f" In time the finished kernel is nearer to cuBLAS than in cycles, at "
+        f"{of_matmul(last, 'full')} of its speed, because the clock of cuBLAS was lower."
+        if clocks.get("matmul", nan) < clocks.get("finished", nan)
+        else ""
+    )
+)
+lab.together(
+    counting,
+    lab.listing(
+        {
+            "The kernel that writes down the counters": _stamp_kernel,
+            "What deletes the exponentials from the intermediate code": no_exponentials,
+        }
+    ),
+    in_cycles,
+    more_counts,
+)
+
+# %%
+
+# Reading
+COUNTED = {
+    "start": "the start",
+    "finished, one program": "finished, but one program per SM",
+    "finished": "finished",
+    "matmul": "cuBLAS's matmul, twice the operations",
+}
+
+
 def cycles(name):
     """Thousands of cycles as a table shows them."""
     return f"{counted[name]['cycles, thousands']:,.0f}" if name in counted else "—"
 
 
-needs = counted.get("finished", {}).get("exponentials, at least", nan)
 lab.table(
     [
         {
             "kernel": words,
             "cycles": cycles(name),
-            "tensor cores at work": f"{at_work(name):.0f} %",
             "without exponentials": cycles(f"{name}, no exponentials"),
+            "tensor cores at work": f"{at_work(name):.0f} %",
         }
         for name, words in COUNTED.items()
         if name in counted
@@ -2106,28 +2131,26 @@ lab.table(
 
 # Reading
 hidden = {
-    name: 100 * min(1, max(0, 1 - saved(name) / needs)) for name in list(COUNTED)[1:]
+    name: 100 * min(1, max(0, 1 - saved(name) / needs)) for name in list(COUNTED)[:-1]
 }
 lab.read(
     (
-        "Deleting them saves the finished kernel nothing: they are hidden, within a few percent. "
+        "The finished kernel hides its exponentials: without them it takes no fewer cycles"
+        + (
+            " (it takes a few more, and we do not know why). "
+            if saved("finished") < -20
+            else ", within a few percent. "
+        )
         if hidden["finished"] > 97
-        else f"Deleting them saves the finished kernel {saved('finished'):,.0f} thousand cycles: "
-        f"{hidden['finished']:.0f} % of their time is hidden. "
+        else f"Without exponentials the finished kernel takes {saved('finished'):,.0f} thousand "
+        f"cycles less: {hidden['finished']:.0f} % of their time is hidden. "
     )
     + (
-        "It even takes more cycles, and we do not know why, nor why the multiplication of "
-        f"rung 5 cost time all the same ({in_percent(gain('scale folded', 'full'))} without it). "
-        if counted and saved("finished") < -20 and gain("scale folded", "full") > CHANCE
-        else ""
-    )
-    + f"The same kernel with one program on an SM would save {saved('finished, one program'):,.0f} "
-    f"thousand. "
-    + (
-        f"The start, also with one program, hides all but {saved('start'):,.0f} of the "
-        f"{needs:.0f} thousand, so even one program does not strictly take turns."
-        if hidden["start"] > hidden["finished, one program"] + 10
-        else ""
+        f"In its loop it is the second program that hides them, because with one program per SM "
+        f"they cost {saved('finished, one program'):,.0f} thousand cycles."
+        if hidden["finished"] > hidden["finished, one program"] + 10
+        else f"With one program per SM they cost {saved('finished, one program'):,.0f} thousand "
+        f"cycles."
     )
 )
 
@@ -2138,17 +2161,17 @@ lab.read(
     f"Still, the tensor cores are at work for only {at_work('finished'):.0f} % of the time, where "
     f"cuBLAS reaches {at_work('matmul'):.0f} %. "
     + (
-        "That looks like the bound of warps that take turns, but then deleting the "
-        "exponentials would save time. "
+        "This is close to the bound of warps that take turns, but only by chance, because then the "
+        "exponentials would cost time. "
         if abs(at_work("finished") - bound_of_turns(128)) < 3
         and hidden["finished"] > 80
         else ""
     )
-    + "The rest may be memory, other instructions, or moments in which both programs wait."
+    + "The rest may be memory, moments in which both programs wait, or other instructions"
     + (
-        f" In time ours is nearer, at {of_matmul(last, 'full')} of cuBLAS, whose clock was lower."
-        if clocks.get("matmul", nan) < clocks.get("finished", nan)
-        else ""
+        ", of which rung 5 removed one and gained time."
+        if gain("scale folded", "full") > CHANCE
+        else "."
     )
 )
 
@@ -2174,15 +2197,14 @@ def with_roles():
 
 
 # %%
-# Warps with roles overlap by design: one half computes exponentials while the other half's matmul
-# runs. They need Gluon, the language below Triton; :doc:`/chapters/attention_hopper` builds such a
-# kernel.
+# :doc:`/chapters/attention_hopper` goes on in Gluon, the language below Triton, with warps that
+# have roles: one half computes exponentials while the other half's matmul runs.
 
 # Reading
 roles = with_roles()
 lab.read(
-    f"With roles and other changes, attention without a mask goes from {100 * roles[0]:.0f} to "
-    f"{100 * roles[1]:.0f} % of a matmul in a run of its own."
+    f"With roles and other changes, attention without a mask reaches {100 * roles[1]:.0f} % of a "
+    f"matmul there, in a run of its own."
     if roles and roles[1] > roles[0]
     else "Its speed is measured there."
 )
@@ -2191,8 +2213,8 @@ lab.read(
 # The package's kernel, and its checks
 # ------------------------------------
 #
-# The package's kernel has this loop with every flag on. It also takes any head_dim up to 256,
-# windows, grouped heads and strides, and writes :term:`lse <logsumexp>` for the backward pass.
+# The package's kernel is the finished kernel with what users need besides: any head_dim up to 256,
+# windows, grouped heads, strides, and :term:`lse <logsumexp>` for the backward pass.
 #
 # .. dropdown:: The package's kernel, and what it adds to the last rung
 #
@@ -2368,8 +2390,7 @@ def lines_of(head_dim):
         left, right = figure.add_gridspec(1, 2)
         axes.set_subplotspec(left)
         both = (axes, figure.add_subplot(right, sharey=axes))
-        drawn = {}
-        figure.set_size_inches(6.8, 3.7)
+        figure.set_size_inches(6.8, 3.4)
         for panel, mask in zip(both, ("causal", "full"), strict=True):
             here = [r for r in rows if r["head_dim"] == head_dim and r["mask"] == mask]
             for name in dict.fromkeys(r["provider"] for r in here):
@@ -2380,7 +2401,7 @@ def lines_of(head_dim):
                 }
                 if name == speed.limit:
                     look = {"linestyle": "--"}
-                (drawn[name],) = panel.plot(
+                panel.plot(
                     [r["seqlen"] for r in line],
                     [r["rate"] for r in line],
                     color=lab.colour(name),
@@ -2398,9 +2419,16 @@ def lines_of(head_dim):
         both[1].tick_params(labelleft=False)
         both[1].grid(axis="x", visible=False)
         axes.set(ylim=(0, None), ylabel="TFLOP/s")
-        names = ["this kernel" if x == "Kernel Book" else x for x in drawn]
-        look = {"loc": "outside lower center", "ncols": 3, "handlelength": 1.4}
-        figure.legend(drawn.values(), names, fontsize=10, **look)
+        ends = {r["provider"]: r["rate"] for r in here if r["seqlen"] == LENGTHS[-1]}
+        height, below = 0.07 * max(ends.values()), -1.0  # of a label; the label below
+        for name, rate in sorted(ends.items(), key=lambda end: end[1]):
+            below = max(rate, below + height)
+            words, weight = name, "normal"
+            if name == "Kernel Book":
+                words, weight = "this kernel", "bold"
+            look = {"color": lab.colour(name), "weight": weight, "fontsize": 10}
+            beside = both[1].get_yaxis_transform()
+            both[1].text(1.03, below, words, va="center", transform=beside, **look)
 
     lab.draw(speed, f"Attention, head_dim {head_dim}", in_words, panels)
 

@@ -71,6 +71,8 @@ def standard_attention(q, k, v, is_causal=False):
 # What the table costs
 # --------------------
 #
+# We count what the table costs in time and in memory.
+#
 # **Operations.** One head with :math:`N` queries, :math:`N` keys and head_dim :math:`D` has
 # :math:`N^2` scores, of :math:`D` multiplications and :math:`D` additions each. The second matmul,
 # weights times values, costs the same, so the total is :math:`4\, N^2 D` floating-point operations
@@ -107,8 +109,8 @@ machine = lab.measure("Peak speed of a matmul and of a copy, bfloat16", balance)
 # Reading
 nan = float("nan")
 needed = machine.rows[0]["FLOPs per byte"] if machine.rows else nan
-rate_of_table = rows[1]["with the table"] / needed
 most = rows[-1]["with the table"]
+rate_of_table = most / needed
 peak = machine.rows[0] if machine.rows else {}
 gpu = machine.provenance["gpu"] if machine.rows else "GPU"
 lab.read(
@@ -117,8 +119,7 @@ lab.read(
     f"moves a byte, and a kernel that does fewer waits for memory. Standard attention does at most "
     f"{most}, because at head_dim 128 each score takes 4 × 128 operations and moves 8 bytes. "
     + (
-        f"With the other tensors counted it does {rows[1]['with the table']} at length 4,096, so "
-        f"memory alone keeps it below {100 * rate_of_table:.0f} % of the speed of a matmul."
+        f"So memory alone keeps it below {100 * rate_of_table:.0f} % of the speed of a matmul."
         if most < needed
         else "So memory does not have to slow it."
     )
@@ -135,9 +136,7 @@ lab.table(
 
 # %%
 # **Memory.** Scores and weights must also fit. The figure shows what standard attention allocates
-# beyond inputs and output, for 16 heads. The kernels that this page writes allocate nothing there;
-# that of the package, from the next chapter, keeps one number per query for the backward pass, the
-# :term:`logsumexp`.
+# for them, for 16 heads, and what every version needs.
 
 package = partial(attention, backend="triton")
 
@@ -172,45 +171,54 @@ memory = lab.measure("Peak memory beyond q, k, v and out", memory_experiment)
 
 
 # Drawing
-MEMORY = {"PyTorch": "standard attention", "Kernel Book": "kernel of the package"}
+def given_mib(length):
+    """What q, k, v and out of 16 heads with head_dim 128 take in 16 bits."""
+    return 4 * 16 * length * 128 * 2 / 2**20
 
 
 def ends(rows):
     last = rows[-1]
-    found = (f"{label} {last[f'{name}, MiB']}" for name, label in MEMORY.items())
-    return f"MiB over the length, two lines. At length {last['length']:,}: {', '.join(found)}."
+    return (
+        f"MiB over the length, two lines. At length {last['length']:,}: scores and weights "
+        f"{last['PyTorch, MiB']}, q, k, v and out {given_mib(last['length']):,.0f}."
+    )
 
 
 def two_lines(axes, rows):
-    for (name, label), marker in zip(MEMORY.items(), "os", strict=True):
-        found = [(r["length"], r[f"{name}, MiB"]) for r in rows]
-        fitting = [(x, y) for x, y in found if not isinstance(y, str)]
-        ink = {"color": lab.colour(name)}
-        axes.plot(*zip(*fitting, strict=True), marker=marker, label=label, **ink)
-        if len(fitting) < len(found):
-            (x, y), failed = fitting[-1], found[len(fitting)][0]
-            axes.plot([x, failed], [y, 4 * y], linestyle=":", **ink)
-            axes.plot(failed, 4 * y, marker="x", markersize=9, markeredgewidth=2, **ink)
-            axes.annotate(
-                "out of memory",
-                (failed, 4 * y),
-                xytext=(-9, 0),
-                textcoords="offset points",
-                ha="right",
-                va="center",
-                fontsize=10,
-                **ink,
-            )
+    found = [(r["length"], r["PyTorch, MiB"]) for r in rows]
+    fitting = [(x, y) for x, y in found if not isinstance(y, str)]
+    ink = {"color": lab.colour("PyTorch")}
+    axes.plot(
+        *zip(*fitting, strict=True), marker="o", label="scores and weights", **ink
+    )
+    if len(fitting) < len(found):
+        (x, y), failed = fitting[-1], found[len(fitting)][0]
+        axes.plot([x, failed], [y, 4 * y], linestyle=":", **ink)
+        axes.plot(failed, 4 * y, marker="x", markersize=9, markeredgewidth=2, **ink)
+        axes.annotate(
+            "out of memory",
+            (failed, 4 * y),
+            xytext=(-9, 0),
+            textcoords="offset points",
+            ha="right",
+            va="center",
+            fontsize=10,
+            **ink,
+        )
+    lengths = [r["length"] for r in rows]
+    given = [given_mib(length) for length in lengths]
+    axes.plot(
+        lengths, given, marker="s", label="q, k, v and out", color=lab.colour("matmul")
+    )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks([2**n for n in (10, 12, 14, 16)], ["1Ki", "4Ki", "16Ki", "64Ki"])
-    sizes = {2**-4: "64 KiB", 1: "1 MiB", 2**4: "16 MiB", 2**8: "256 MiB"}
-    sizes |= {2**12: "4 GiB", 2**16: "64 GiB"}
+    sizes = {2**4: "16 MiB", 2**8: "256 MiB", 2**12: "4 GiB", 2**16: "64 GiB"}
     axes.set_yticks(list(sizes), list(sizes.values()))
     axes.set(xlabel="length")
 
 
-lab.draw(memory, "Memory beyond inputs and output", ends, two_lines)
+lab.draw(memory, "Memory of standard attention, 16 heads", ends, two_lines)
 
 # %%
 
@@ -219,10 +227,12 @@ fits = [r for r in memory.rows if not isinstance(r["PyTorch, MiB"], str)]
 fails = [r["length"] for r in memory.rows if isinstance(r["PyTorch, MiB"], str)]
 last = fits[-1] if fits else {}
 lab.read(
-    f"At length {last.get('length', nan):,} standard attention needs "
-    f"{last.get('PyTorch, MiB', nan) / 1024:,.1f} GiB, and the kernel of the package "
-    f"{last.get('Kernel Book, MiB', nan):,.1f} MiB."
+    f"At length {last.get('length', nan):,} scores and weights take "
+    f"{last.get('PyTorch, MiB', nan) / 1024:,.0f} GiB, and the rest "
+    f"{given_mib(last.get('length', nan)) / 1024:,.1f} GiB."
     + (f" At {fails[0]:,} standard attention runs out of memory." if fails else "")
+    + f" Our kernels need no table; that of the package, from the next chapter, adds "
+    f"{last.get('Kernel Book, MiB', nan):,.0f} MiB for the backward pass."
 )
 
 # %%
@@ -246,15 +256,16 @@ lab.read(
 #          and out in memory; an arrow brings k and v by the tile to the chip, which holds a tile
 #          each of q, k, v, scores and acc, and two columns m and l.
 #
-# For each query, the maximum ``m`` and the sum ``l`` of online softmax pass from one iteration to
-# the next, and ``acc``, the weighted sum of the values so far.
+# From one iteration to the next, each query keeps only the maximum ``m`` and the sum ``l`` of
+# online softmax, and ``acc``, the weighted sum of the values so far.
 #
 # **The price.** Every tile of queries reads all keys and values of its head again. A key and its
 # value are :math:`4 D` bytes in 16 bits, for which a tile of :math:`M` queries does :math:`4 M D`
-# operations: :math:`M` per byte, as long as the reads come from memory and not from the :term:`L2`
-# cache.
+# operations: :math:`M` per byte, if the reads come from memory and not from the :term:`L2` cache.
 
-# Reading
+# %%
+
+# Folded: Are 128 queries in a tile enough?
 tile, l2 = 128, machine.provenance["l2_mib"] if machine.rows else nan
 keys_mib = 2 * 4096 * 128 * 2 / 2**20
 lab.read(
@@ -262,8 +273,7 @@ lab.read(
     + (
         f"If every read came from HBM, this would allow {100 * tile / needed:.0f} % of the speed "
         f"of a matmul. But all tiles of a head read the same {keys_mib:.0f} MiB at length 4,096, "
-        f"so "
-        f"L2, which holds {l2:.0f} MiB, can serve most of these reads."
+        f"so most of these reads can come from L2, which holds {l2:.0f} MiB."
         if not tile >= needed
         else f"This GPU needs {needed:.0f}, so memory does not hold the tiles back."
     )
@@ -273,9 +283,9 @@ lab.read(
 # The mathematics
 # ---------------
 #
-# Take the three keys of the example, and let the first tile hold the scores 1 and 2. Relative to
-# their maximum, 2, the sum of exponentials ``l`` is :math:`e^{1-2} + e^{2-2}`, and the weighted sum
-# ``acc`` is :math:`10\, e^{1-2} + 20\, e^{2-2}`.
+# ``m``, ``l`` and ``acc`` can stand for all earlier keys. In the example, let the first tile hold
+# the scores 1 and 2. Relative to their maximum, 2, the sum of exponentials ``l`` is
+# :math:`e^{1-2} + e^{2-2}`, and the weighted sum ``acc`` is :math:`10\, e^{1-2} + 20\, e^{2-2}`.
 #
 # The next tile brings the score 4, a new maximum. A factor :math:`e^{2-4}`, called ``alpha``, makes
 # both sums relative to 4. The new key adds :math:`p = e^{4-4} = 1`, its weight before the division,
@@ -289,7 +299,7 @@ factor = (m_two - three_scores[2]).exp()
 l_three, acc_three = l_two * factor + 1, acc_two * factor + three_values[2]
 lab.read(
     f"So `l` becomes {l_two:.3f} · {factor:.3f} + 1 = {l_three:.3f}, and `acc` becomes "
-    f"{acc_two:.2f} · {factor:.3f} + 30 = {acc_three:.2f}. In the end `acc / l` is "
+    f"{acc_two:.1f} · {factor:.3f} + 30 = {acc_three:.1f}. In the end `acc / l` is "
     f"{acc_three / l_three:.1f}, the output from above."
 )
 
@@ -311,8 +321,8 @@ lab.read(
 #    \end{aligned}
 #
 # The empty set has :math:`m = -\infty`, and both of its sums are 0. Each iteration keeps the triple
-# right, however we split the keys. After all keys the output is :math:`acc / l`, because the factor
-# :math:`e^{-m}` of both cancels.
+# right, however we split the keys. After all keys the output is :math:`acc / l`: one division at
+# the end is enough, because both have the factor :math:`e^{-m}`, which cancels.
 
 # %%
 # .. dropdown:: The merge of any two sets
@@ -341,8 +351,6 @@ lab.read(
 #    The loop is the case in which the terms of :math:`B` are computed relative to :math:`m` at
 #    once, so that a single factor is left. We verified the merge in float64: 300 keys in 2, 7 and
 #    100 pieces, merged in a random order, give the output of a softmax up to :math:`10^{-13}`.
-#
-# One division at the end is enough, because ``alpha`` rescales ``l`` and ``acc`` alike.
 
 # %%
 
@@ -452,8 +460,8 @@ lab.together(
 # Tiles in plain PyTorch
 # ----------------------
 #
-# This is the loop for one tile of queries, without a mask and with a scale of 1. After each tile it
-# prints what its first query remembers.
+# In PyTorch we can watch every iteration. This is the loop for one tile of queries, without a mask
+# and with a scale of 1. After each tile it prints what its first query keeps.
 
 
 def one_tile_of_queries(q, k, v, block):
@@ -484,8 +492,8 @@ out = one_tile_of_queries(torch.ones(1, 1), three_keys, their_values, block=2)
 print(f"out {out.item():.3f}")
 
 # %%
-# The animation runs this loop for four queries, with four keys in a tile and head_dim 2. Its tile 3
-# is partly masked and its last two are never loaded (see causal stages).
+# These are the numbers from above. The animation runs this loop for four queries, with four keys in
+# a tile and head_dim 2. Its masked tile, and those never loaded, belong to the causal stages below.
 #
 # .. animation:: attention_loop
 #
@@ -509,10 +517,10 @@ print(f"out {out.item():.3f}")
 # A first kernel
 # --------------
 #
-# Now the same loop in Triton. Above each line of the update stands the one of PyTorch that it
-# replaces. ``qk`` is the tile of scores. ``m_exp`` is a *guard*: it has 0 in place
-# of :math:`-\infty`, because :math:`-\infty - (-\infty)` would be NaN for a query that has seen no
-# key yet.
+# We write the loop as one kernel, because then its tiles stay on the chip. Above each line of the
+# update stands the one of PyTorch that it replaces. ``qk`` is the tile of scores. ``m_exp`` is a
+# *guard*: it has 0 in place of :math:`-\infty`, because :math:`-\infty - (-\infty)` would be NaN
+# for a query that has seen no key yet.
 
 import triton
 import triton.language as tl
@@ -543,8 +551,7 @@ def _update(acc, l_i, m_i, qk, v):
 #   :term:`matrix unit` takes both operands in one format.
 # - **input_precision.** By default, ``tl.dot`` rounds float32 operands to :term:`TF32`, by up to a
 #   thousandth, so that the matmul is as coarse as one in float16. ``"ieee"`` does not, but cannot
-#   use the matrix units; ``"tf32x3"`` follows in the next chapter. Operands of 16 bits are not
-#   affected.
+#   use the matrix units.
 #
 # A tile has ``BLOCK_M`` queries or ``BLOCK_N`` keys. A launch starts a :term:`grid` of programs,
 # one for each tile of queries along axis 0 and for each head along axis 1. Each begins with the
@@ -631,7 +638,8 @@ lab.source(run)
 # %%
 # We run it on the three keys again, now with three queries and a causal mask, on
 # ``runtime.DEVICE``: the GPU, or the CPU with Triton's interpreter. ``tl.dot`` needs 16 columns, of
-# which all but the first are zero. The queries are 4, because the scale is :math:`1 / \sqrt{16}`.
+# which all but the first are zero. The queries are 4, which the scale :math:`1 / \sqrt{16}` turns
+# into 1.
 
 q, k, v = torch.zeros(3, 1, 1, 3, 16, device=runtime.DEVICE)
 q[..., 0] = 4
@@ -646,8 +654,9 @@ print(*(f"{x:.3f}" for x in out[0, 0, :, 0].tolist()))
 # Causal stages
 # -------------
 #
-# With a :term:`causal mask`, a query sees only the keys up to its own position. The figure has 192
-# queries and 192 keys, with 32 queries or 16 keys in a tile.
+# With a :term:`causal mask`, a query sees only the keys up to its own position. So
+# many tiles need no work. The figure has 192 queries and 192 keys, with 32 queries or 16 keys in a
+# tile.
 #
 # .. image:: /figures/attention-stages.svg
 #    :alt: Six tiles of queries and twelve tiles of keys, half as long. The diagonal runs from the
@@ -659,15 +668,14 @@ print(*(f"{x:.3f}" for x in out[0, 0, :, 0].tolist()))
 # keys end within it, and *beyond* if no query sees any key.
 #
 # In each row the whole tiles come first. So we split the loop into two *stages*, of which only the
-# second masks, and stop after the cut tiles. Without a causal mask, the second stage computes only
-# the last tile, and only if that is partly filled.
+# second masks, and stop after the cut tiles.
 #
 # Take tile 1 of the figure, with queries 32 to 63. Its first query sees 33 keys, and every later
 # one sees these and more, so ``seen_by_all`` is 33. Its last query sees 64 keys, so
 # ``seen_by_some`` is 64. The first stage ends at key ``whole`` = 33 // 16 · 16 = 32, and the second
 # at key 64: two tiles each.
 #
-# ``tl.static_range`` is unrolled by the compiler, so the loop over whole tiles has no mask.
+# The compiler unrolls ``tl.static_range`` into two loops, of which only the second masks.
 #
 # .. literalinclude:: attention_forward.py
 #    :language: python
@@ -724,8 +732,8 @@ def _staged_kernel(
     # -- end: as before
     tl.store(out_ptr + offsets, acc / tl.where(l_i == 0, 1.0, l_i)[:, None], mask=exist)
 
+
 # %%
-# On request, the kernel counts the tiles that it computes.
 
 
 # Measuring
@@ -745,8 +753,8 @@ counted = trace(192, 192, True)
 # Reading
 in_stage = [(counted == stage).sum().item() for stage in (1, 2)]
 lab.read(
-    f"In the figure these are {in_stage[0]} whole tiles, {in_stage[1]} cut ones, and none of the "
-    f"{counted.numel() - sum(in_stage)} beyond."
+    f"We let the kernel count the tiles that it computes. In the figure these are {in_stage[0]} "
+    f"whole ones, {in_stage[1]} cut ones, and none of the {counted.numel() - sum(in_stage)} beyond."
 )
 
 # %%
@@ -768,7 +776,7 @@ lab.read(
 # has 3 queries and 1,000 keys, and its last query should see all of them. So this book aligns
 # the diagonal to the *bottom right*: query :math:`i` sees key :math:`j` if
 # :math:`j \le i + \text{seqlen}_k - \text{seqlen}_q`. PyTorch's ``is_causal=True`` aligns it to the
-# top left. With more queries than keys, our first queries see no key, and their output is 0.
+# top left.
 #
 # .. tilemap::
 
@@ -831,9 +839,10 @@ lab.together(
     lab.table(tiles_computed, "Tiles computed, counted by the kernel"),
     lab.table(rows, "Which keys a query sees with is_causal"),
     lab.read(
-        "With more queries than keys, the first queries would see fewer than 0 keys, so the kernel "
-        "raises `seen_by_all` to 0. Where a query sees no key, our output is 0. PyTorch's "
-        "`scaled_dot_product_attention`, given our mask, returns 0 as well, and "
+        "Without a causal mask, the second stage computes only the last tile, and only if that is "
+        "partly filled. With more queries than keys, the first queries would see fewer than 0 "
+        "keys, so the kernel raises `seen_by_all` to 0. Where a query sees no key, our output is "
+        "0. PyTorch's `scaled_dot_product_attention`, given our mask, returns 0 as well, and "
         "`standard_attention` returns NaN."
     ),
 )
@@ -848,10 +857,10 @@ theirs, (truth, _) = standard_attention(q, k, v), reference.attention(q, k, v, F
 lost = lab.Case("", "", without, theirs, truth, factor=4).row()
 assert not lost["ok"]
 lab.read(
-    f"**The check, checked.** The error of all versions may be four times that of standard "
-    f"attention in the same dtype. Without one of eight tiles of keys it is {lost['error']:.1g} of "
-    f"the largest output where {lost['tolerance']:.1g} is allowed, and at length 4,096 one missing "
-    f"tile out of 64 is noticed as well."
+    f"**The check, checked.** Against float64, each version may err by four times as much as "
+    f"standard attention in the same dtype. Without one of eight tiles of keys, the error is "
+    f"{lost['error']:.1g} of the largest output where {lost['tolerance']:.1g} is allowed. One tile "
+    f"out of 64, at length 4,096, is noticed as well."
 )
 
 # %%
@@ -925,6 +934,7 @@ def cases_as_timed(kernels):
             lost = run(kernels["in stages"], q, *fewer, is_causal, **WIDE)
             assert not lab.Case("", "", lost, theirs, truth, factor=4).row()["ok"]
 
+
 # %%
 
 # Folded: All versions, checked against float64
@@ -942,13 +952,14 @@ lab.together(
 # How fast is it?
 # ---------------
 #
-# The yardstick is a :term:`cuBLAS` matmul of size 8,192 in bfloat16. The operations are those
-# counted above, halved for a causal mask. Our two kernels use tiles of 128
-# queries and 64 keys, 8 :term:`warps <warp>` and 3 pipeline stages; this page tries no others. The
-# package's loop in PyTorch uses tiles of 1,024, because every line of it launches a kernel.
+# To see what each step gains, we time all versions against a :term:`cuBLAS` matmul of size 8,192 in
+# bfloat16. The operations are those counted above, halved for a causal mask. Our two kernels use
+# tiles of 128 queries and 64 keys, 8 :term:`warps <warp>` and 3 pipeline stages; this page tries no
+# others.
 #
-# *SDPA* is PyTorch's ``scaled_dot_product_attention``, from two libraries: FlashAttention-2,
-# written for an older GPU, the A100, and cuDNN.
+# *SDPA* is PyTorch's ``scaled_dot_product_attention``, with the kernels of two libraries: cuDNN,
+# and FlashAttention-2, written for an older GPU, the A100. Their bars, hatched, come from the next
+# chapter.
 
 
 # Measuring
@@ -1012,7 +1023,9 @@ def of_sdpa(slug):
             work = 4 * 64 * 4096**2 * 128 * point["causal"] / (2 * 8192**3)
             for name in ("SDPA flash", "SDPA cuDNN"):
                 if took.get(name):
-                    found[name, point["mask"]] = work * took["matmul"][1] / took[name][1]
+                    found[name, point["mask"]] = (
+                        work * took["matmul"][1] / took[name][1]
+                    )
     return found
 
 
@@ -1073,13 +1086,15 @@ def bars(axes, rows):
             axes.barh(top + place, value, height=0.72, **look)
             axes.text(value + 1, top + place, f"{value:.1f}", va="center", fontsize=10)
     axes.axvline(100, color=ink, linestyle="--", linewidth=1)
-    axes.text(99, -0.85, "matmul, cuBLAS", color=ink, ha="right", va="center", fontsize=10)
+    axes.text(
+        99, -0.85, "matmul, cuBLAS", color=ink, ha="right", va="center", fontsize=10
+    )
     axes.set_yticks(list(ticks), list(ticks.values()))
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x")
     axes.set(xlim=(0, 108), ylim=(max(ticks) + 0.6, -1.5))
-    axes.set_xlabel("% of the speed of a matmul; hatched: from the next chapter")
+    axes.set_xlabel("% of the speed of a matmul")
 
 
 lab.draw(
@@ -1146,8 +1161,6 @@ def percent(name, mask):
     return f"{100 * steps.share(name, mask=mask):.1f} %"
 
 
-
-
 times = {row["step"]: row["ms"] for row in one_by_one.rows}
 filling = times.pop("masked_fill_", nan)
 of_steps = times.get("softmax", nan) / (sum(times.values()) or nan)
@@ -1172,6 +1185,7 @@ def with_mask(name):
     full, causal = (steps.milliseconds_at(name, mask=m) for m in ("full", "causal"))
     return causal - full, 100 * (causal / full - 1)
 
+
 # %%
 
 # Reading
@@ -1184,14 +1198,68 @@ lab.read(
         if steps.share("PyTorch", mask="full") < 0.9 * rate_of_table
         else ". "
     )
-    + f"Timed one by one, softmax takes {100 * of_steps:.0f} % of its three steps. The mask halves "
-    f"the operations that count, and yet the time grows by {in_percent:.0f} %"
+    + f"Softmax moves only half of the bytes, but takes {100 * of_steps:.0f} % of the time of the "
+    f"three steps"
+    + (
+        ", because it runs far below the speed of a copy. "
+        if moved.get("softmax", nan) < 0.5
+        else ". "
+    )
+    + f"The mask halves the operations that count, and yet the time grows by {in_percent:.0f} %"
     + (
         ", mostly because of `masked_fill_`, which reads and writes the table once more."
         if filling > 0.6 * longer
         else ", and `masked_fill_` reads and writes the table once more."
     )
 )
+
+# %%
+
+# Drawing
+COPIES = {
+    table.provenance["slug"]: table.rows[0]["copy, GB/s"]
+    for table in (machine, *machine.elsewhere)
+    if table.rows and "copy, GB/s" in table.rows[0]
+}
+COPY_OF = {  # each GPU's, by the first time of its own table
+    table.rows[0]["ms"]: COPIES.get(table.provenance["slug"], nan)
+    for table in (one_by_one, *one_by_one.elsewhere)
+    if table.rows
+}
+
+
+def against_a_copy(rows):
+    """Of each step its label, its time, and that of a copy of its bytes, in milliseconds."""
+    per_ms = COPY_OF[rows[0]["ms"]] / 1e3
+    for row in rows:
+        name = {"masked_fill_": "masked_fill_ (causal)"}.get(row["step"], row["step"])
+        yield name, row["ms"], row["GB moved"] / per_ms
+
+
+def steps_in_words(rows):
+    found = (f"{name} {ms:.2f}, {copy:.2f}" for name, ms, copy in against_a_copy(rows))
+    return f"Bars, in ms, measured and as a copy of the bytes: {'; '.join(found)}."
+
+
+def step_bars(axes, rows):
+    axes.figure.set_size_inches(5.4, 2.9)
+    labels = []
+    for place, (name, ms, copy) in enumerate(against_a_copy(rows)):
+        labels.append(name)
+        names = ("measured", "a copy of its bytes") if place == 0 else (None, None)
+        axes.barh(place - 0.2, ms, 0.38, color=lab.colour("PyTorch"), label=names[0])
+        axes.barh(place + 0.2, copy, 0.38, color=lab.colour("matmul"), label=names[1])
+        axes.text(ms + 0.04, place - 0.2, f"{ms:.2f}", va="center", fontsize=10)
+        axes.text(copy + 0.04, place + 0.2, f"{copy:.2f}", va="center", fontsize=10)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    axes.set(ylim=(len(labels) - 0.5, -0.5), xlabel="ms")
+    axes.set_xlim(0, 1.12 * max(row["ms"] for row in rows))
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=2, fontsize=10)
+
+
+lab.draw(one_by_one, "Standard attention, step by step", steps_in_words, step_bars)
 
 # %%
 
@@ -1210,7 +1278,8 @@ lab.together(
     lab.table(
         [
             {
-                "step": row["step"] + " (causal only)" * (row["step"] == "masked_fill_"),
+                "step": row["step"]
+                + " (causal only)" * (row["step"] == "masked_fill_"),
                 "GB moved": row["GB moved"],
                 "ms": row["ms"],
                 "% of the speed of a copy": f"{100 * moved[row['step']]:.0f}",
@@ -1241,6 +1310,7 @@ lab.together(
         )
     ),
     lab.read(
+        f"The loop in PyTorch uses tiles of 1,024, because every line of it launches a kernel. "
         f"A tile of scores in bfloat16 for all 64 heads takes {tile_mib:.0f} MiB"
         + (", more than L2 holds" if tile_mib > l2 else "")
         + f". The loop in PyTorch has one operation each for maximum, difference, `exp` and sum, "
@@ -1260,9 +1330,7 @@ lab.together(
 # Reading
 lab.read(
     f"**Tiles alone hardly help.** In plain PyTorch, where every operation still writes its tile "
-    f"for "
-    f"the next one to read, they take {slower:.1f} times as long as the whole table without a "
-    f"mask. "
+    f"to memory, they take {slower:.1f} times as long as the whole table without a mask. "
     + (
         f"With the mask, which lets them skip tiles, they are {100 * (under_mask - 1):.0f} % "
         f"faster."
@@ -1308,9 +1376,9 @@ def standing(name):
 lab.read(
     (
         f"**What is still missing.** With the mask the kernel in stages falls from "
-        f"{percent('in stages', 'full')} to {percent('in stages', 'causal')}, of which the masked "
-        f"scores in the cut tiles explain {explained:.0f} points. A suspect for the others is "
-        f"uneven "
+        f"{percent('in stages', 'full')} to {percent('in stages', 'causal')}. The masked scores in "
+        f"the cut tiles explain {explained:.0f} of these "
+        f"{100 * (own['full'] - own['causal']):.0f} points. A suspect for the others is uneven "
         f"work, because programs for late queries have more tiles."
         if not own["full"] - own["causal"] <= 0.03
         else "**What is still missing.** With the mask the kernel is about as fast per operation "
@@ -1330,14 +1398,15 @@ lab.read(
 #    <span id="the-kernel"></span><span id="is-it-right"></span><span id="figure-3"></span>
 #    <span id="figure-4"></span><span id="figure-5"></span><span id="figure-6"></span>
 #
-# :doc:`The next chapter </chapters/attention_fast>` takes these points one by one.
+# :doc:`The next chapter </chapters/attention_fast>` tests this among other changes.
 
 # %%
 # What breaks it
 # --------------
 #
-# We plant four mistakes, one at a time, in a small causal kernel: 64 queries, four tiles of 16
-# keys, float32, and no guard for a query that sees no key.
+# A wrong line can still give numbers that look right. So we plant four mistakes, one at a time, in
+# a small causal kernel: 64 queries, four tiles of 16 keys, float32, and no guard for a query that
+# sees no key.
 #
 # .. code-block:: python
 #
@@ -1379,8 +1448,10 @@ def _fragile_kernel(
         m_i = m_i if MISTAKE == "statistics not updated" else m_new
     tl.store(out_ptr + i * HEAD_DIM + d, acc / l_i)
 
+
 # %%
-# Dashed lines in the figure stand at the ends of the tiles of keys.
+# Dashed lines in the figure stand at the ends of the tiles of keys. The rows called *guarded*
+# repeat a mistake in PyTorch, with the guards of this page.
 
 
 # Measuring
@@ -1511,7 +1582,9 @@ lab.sketch(
 # Reading
 hidden = torch.ones(64, 64, dtype=torch.bool, device=q.device).triu(1)
 largest = (2.0 * (20 * q) @ k.T).masked_fill(hidden, -torch.inf).amax(1).tolist()
-safe = [x for x, fate in zip(largest, fates["no maximum"], strict=True) if fate == "right"]
+safe = [
+    x for x, fate in zip(largest, fates["no maximum"], strict=True) if fate == "right"
+]
 lab.read(
     f"**No maximum.** On paper the maximum cancels, but in float32 the exponential of 89 is "
     f"infinite. In this row scores reach {max(largest):.0f}, and most queries divide infinity by "
@@ -1527,13 +1600,12 @@ lab.read(
 # every tile erases those before it. The last 16 queries know only the last tile, which is masked
 # for all others and gives them NaN.
 #
-# In these two mistakes NaN appears only because this kernel has no guard. With the guards of this
-# page, in ``m_exp`` and in the last division, which we ran in PyTorch, the output is 0 and no NaN
-# warns us.
+# In these two mistakes NaN appears only because this kernel has no guard. With the guards the
+# output is 0, and no NaN warns us.
 #
 # **acc not rescaled.** The sum ``l`` is still rescaled, so numerator and denominator end on
 # different scales, unless the largest score is in the first tile, as for the first 16 queries and a
-# few others. All others get a plausible number.
+# few others. All others get a plausible number, which only a comparison exposes.
 
 # %%
 
@@ -1605,6 +1677,7 @@ def _window_kernel(
         qk = tl.where((behind >= 0) & (behind < window), qk, float("-inf"))
         acc, l_i, m_i = _update(acc, l_i, m_i, qk, v)
     tl.store(out_ptr + offsets, acc / l_i[:, None], mask=exist)
+
 
 q, k, v = torch.randn(3, 1, 2, 150, 32, device=runtime.DEVICE)
 out, scale_log2 = torch.empty_like(q), 32**-0.5 * 1.4426950408889634

@@ -114,14 +114,14 @@ lab.table(
 #
 # A perfect kernel would spend time on the needed scores alone, and read the keys of a single query
 # as fast as the memory allows. We set aims for each use before we measured; a table at the end
-# lists all six.
+# shows which are reached.
 #
 # Sliding windows
 # ---------------
 #
-# A *sliding window* lets a query see ``left`` keys before its own position and ``right`` keys after
-# it, so time grows with the length and not with its square. With the window (2, 0), query 6 sees
-# keys 4, 5 and 6. Query :math:`i` sees key :math:`j` if
+# With a *sliding window*, work grows with the length of a text and not with its square, because a
+# query sees only ``left`` keys before its own position and ``right`` keys after it. With the window
+# (2, 0), query 6 sees keys 4, 5 and 6. Query :math:`i` sees key :math:`j` if
 #
 # .. math::
 #
@@ -141,7 +141,7 @@ lab.table(
 # are masked, and between them a middle without a mask.
 
 
-# Reading
+# Drawing
 def stages(first_query, last_query, left, block):
     """What a program computes before its loops: the bounds, and the ends of the three loops."""
     first_some, first_all = max(first_query - left, 0), max(last_query - left, 0)
@@ -156,46 +156,8 @@ ours = stages(12, 15, 9, 4)
 narrow = stages(12, 15, 2, 4)
 assert list(ours.values())[3:] == [0, 8, 12, 16]
 assert narrow["end_all"] // 4 * 4 == 12 < narrow["whole"] == narrow["cut"] == 16
-lab.table(
-    [
-        {
-            "of the queries 12 to 15": what,
-            "key": f"{name} = {key}",
-            "rounded to a tile": way,
-            "bound of the loops": f"{to} = {ours[to]}",
-        }
-        for what, name, key, way, to in (
-            (
-                "the first key that some see",
-                "first_some",
-                ours["first_some"],
-                "down",
-                "first",
-            ),
-            (
-                "the first key that all see",
-                "first_all",
-                ours["first_all"],
-                "up",
-                "whole",
-            ),
-            (
-                "one past the last that all see",
-                "end_all",
-                ours["end_all"],
-                "down",
-                "cut",
-            ),
-            ("one past the last that some see", "end", ours["end"], "no", "end"),
-        )
-    ],
-    "Where the three loops begin and end, for one tile of queries",
-)
-
-# %%
 
 
-# Drawing
 def band(axes):
     """Two windows, one below the other: a tile of queries with its tiles of keys."""
     kinds = {"masked": "PyTorch", "whole": "Kernel Book"}
@@ -210,7 +172,9 @@ def band(axes):
             axes.add_patch(Rectangle((tile, top), 4, 4, **look))
             style = "--" if unseen else "-"
             wide = 3.85 if unseen else 4  # two dashed lines do not meet
-            axes.add_patch(Rectangle((tile, top), wide, 4, fill=False, ec=ink, ls=style))
+            axes.add_patch(
+                Rectangle((tile, top), wide, 4, fill=False, ec=ink, ls=style)
+            )
             axes.text(tile, top - 0.2, tile, fontsize=10, ha="center")
             for query in range(4):
                 for key in range(tile, tile + 4):
@@ -252,9 +216,50 @@ lab.sketch(
 )
 
 # %%
-# Orange tiles are masked, blue ones whole, and dashed ones never loaded. The shorter
-# window leaves no tile whole. For it the table's rules give ``whole`` = 16 and ``cut`` = 12, so the
-# first loop and the last would both add the keys 12 to 15. Therefore ``cut`` is at least ``whole``.
+# Orange tiles are masked, blue ones whole, and dashed ones never loaded. The loops begin and end at
+# the four keys above, rounded to tiles:
+
+# Reading
+lab.table(
+    [
+        {
+            "of the queries 12 to 15": what,
+            "key": f"{name} = {key}",
+            "rounded to a tile": way,
+            "bound of the loops": f"{to} = {ours[to]}",
+        }
+        for what, name, key, way, to in (
+            (
+                "the first key that some see",
+                "first_some",
+                ours["first_some"],
+                "down",
+                "first",
+            ),
+            (
+                "the first key that all see",
+                "first_all",
+                ours["first_all"],
+                "up",
+                "whole",
+            ),
+            (
+                "one past the last that all see",
+                "end_all",
+                ours["end_all"],
+                "down",
+                "cut",
+            ),
+            ("one past the last that some see", "end", ours["end"], "no", "end"),
+        )
+    ],
+    "Where the three loops begin and end, for one tile of queries",
+)
+
+# %%
+# The window (2, 0) leaves no tile whole. For it these rules give ``whole`` = 16 and ``cut`` = 12,
+# so the first loop and the last would both add the keys 12 to 15. Therefore ``cut`` is at least
+# ``whole``.
 #
 # **The kernel.** Here it is for one head in float32 and a causal window (``right`` = 0). Queries
 # and keys come in tiles of ``BLOCK``, which divides the length. A program loads the queries
@@ -350,13 +355,12 @@ errors = {f"a window of ({left}, 0), 64 tokens": errors_of(out, q, k, v, seen)}
 # ~~~~~~~~~~~~~~~~~~~~~
 #
 # With 16,384 tokens, a window of 1,025 keys (1,024 before the query, and its own) leaves an eighth
-# of the scores of a causal mask. Does it take an eighth of the time? In the figure, 100 % is the
-# time of ``attention`` with a causal mask and no window, and the dashed line marks the share of the
-# scores. There are 16 heads of ``head_dim`` 128, in bfloat16. *plain Triton* is this chapter's
-# kernel, as the operator contains it. *Kernel Book* is what ``attention`` runs by itself: on a
-# Hopper GPU, the faster kernel of :doc:`a later chapter </chapters/attention_hopper>`.
-# *FlashAttention* is version 4. Where a library is faster or slower, we report it; we did not look
-# for causes.
+# of the scores of a causal mask, so ideally it takes an eighth of the time. In the figure, 100 % is
+# the time of ``attention`` with a causal mask and no window, and the dashed line marks the share of
+# the scores. *Kernel Book* is what ``attention`` runs by itself: on a Hopper GPU, the faster kernel
+# of :doc:`a later chapter </chapters/attention_hopper>`; *plain Triton* is this chapter's kernel,
+# as the operator contains it; *FlashAttention* is version 4. All have 16 heads of ``head_dim`` 128,
+# in bfloat16.
 
 # Measuring
 BF16 = torch.bfloat16
@@ -544,14 +548,10 @@ def more_time(much, digits=0):
     return f"{100 * abs(much):.{digits}f} % {'longer' if much >= 0 else 'less'}"
 
 
-def longer(costs, share, aim, because=""):
-    """How much longer than its share of the scores each pass takes, and what became of the aim."""
-    more = {passes: cost / share - 1 for passes, cost in costs.items()}
-    met = [passes for passes in more if more[passes] <= aim]
-    digits = 1 if any(abs(much - aim) < 0.01 for much in more.values()) else 0
-    said = " and ".join(
-        f"{more_time(more[passes], digits)} {passes}" for passes in more
-    )
+def against(aim, costs):
+    """What became of the aim, the largest share of the time that a pass may take."""
+    met = [passes for passes in costs if costs[passes] <= aim]
+    close = any(f"{cost:.0%}" == f"{aim:.0%}" for cost in costs.values())
     verdict = (
         f"is reached {met[0]} and missed {next(p for p in PASSES if p not in met)}"
         if len(met) == 1
@@ -559,10 +559,7 @@ def longer(costs, share, aim, because=""):
         if met
         else "is missed in both passes"
     )
-    return (
-        f"Against the share of the scores, that is {said}; **the aim, at most "
-        f"{100 * aim:.{digits}f} % longer{because}, {verdict}**."
-    )
+    return f"**the aim, at most {100 * aim:.{1 if close else 0}f} %, {verdict}**"
 
 
 def beside_flash():
@@ -579,7 +576,8 @@ def beside_flash():
     here = [f"{more_time(more[passes, middle])} {passes}" for passes in PASSES]
     return (
         f"**Beside FlashAttention, ours takes {' and '.join(here)}**; over all "
-        f"{len(LEFTS)} windows and both passes, at worst {more_time(max(more.values()))}. "
+        f"{len(LEFTS)} windows and both passes, at worst {more_time(max(more.values()))}. We did "
+        "not look for the causes. "
     )
 
 
@@ -587,9 +585,9 @@ took = {passes: cost("Kernel Book", middle, passes) for passes in PASSES}
 dense = cost("SDPA, mask", middle)
 lab.read(
     f"**{100 * SEEN[middle]:.0f} % of the scores take {100 * took['forward']:.0f} % of the time** "
-    f"forward, and {100 * took['backward']:.0f} % backward. "
-    f"{longer(took, SEEN[middle], AIM - 1)} {beside_flash()}SDPA with a mask "
-    f"(not drawn) takes {dense:.1f} times as long forward as no window at all."
+    f"forward, and {100 * took['backward']:.0f} % backward; {against(AIM * SEEN[middle], took)}. "
+    f"{beside_flash()}SDPA with a mask (not drawn) takes {dense:.1f} times as long forward as no "
+    "window at all."
 )
 
 # %%
@@ -743,9 +741,9 @@ lab.together(
 # Why does a window take more than its share?
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# A tile that a bound cuts is computed whole, although some of its scores are then masked. And a
-# window saves no memory traffic: q, k and v must be read and the output written, here 268 MB. To
-# see nearly alone what does not depend on the scores, we also time a window of one key, (0, 0).
+# Two costs do not shrink with the window. A tile that a bound cuts is computed whole, although some
+# of its scores are then masked; and q, k and v must be read and the output written, here 268 MB. To
+# see these costs nearly alone, we also time a window of one key, (0, 0).
 
 
 # Measuring
@@ -785,56 +783,146 @@ def to_one(value):
     return value if value != value else round(value)
 
 
-shape = 64 * choice.CONFIGS[128].consumers, choice.CONFIGS[128].block_n
-rows, left_over, measured = [], {}, {}
-for left in (0, *LEFTS):
-    at = {"left": left, "passes": "forward"}
-    full = 1e3 * windows.milliseconds_at("no window", **at | {"left": left or short})
-    measured[left] = 1e3 * (
-        windows.milliseconds_at("Kernel Book", **at)
-        if left
-        else traffic.milliseconds_at("Kernel Book", keys=1)
-    )
-    needed = full * SEEN[left]
-    masked = needed * (computed(left, *shape) / computed(TOKENS, *shape) - 1)
-    needed, masked, measured[left] = map(to_one, (needed, masked, measured[left]))
-    left_over[left] = measured[left] - needed - masked
-    columns = {
-        "needed scores": needed,
-        "masked scores": masked,
-        "the rest": left_over[left],
-        "measured": measured[left],
-    }
-    rows.append(
-        {"window": f"{left + 1:,} key{'s' * (left > 0)}"}
-        | {
-            name: "—" if value != value else f"{value:.0f}"
-            for name, value in columns.items()
+SHAPE = 64 * choice.CONFIGS[128].consumers, choice.CONFIGS[128].block_n
+
+
+def spent(windows, traffic):
+    """For each window the microseconds of its forward pass, split into three."""
+    found = {}
+    for left in (0, *LEFTS):
+        at = {"left": left, "passes": "forward"}
+        full = 1e3 * windows.milliseconds_at(
+            "no window", **at | {"left": left or short}
+        )
+        measured = 1e3 * (
+            windows.milliseconds_at("Kernel Book", **at)
+            if left
+            else traffic.milliseconds_at("Kernel Book", keys=1)
+        )
+        needed = full * SEEN[left]
+        masked = needed * (computed(left, *SHAPE) / computed(TOKENS, *SHAPE) - 1)
+        needed, masked, measured = map(to_one, (needed, masked, measured))
+        found[left] = {
+            "the rest": measured - needed - masked,
+            "masked scores": masked,
+            "needed scores": needed,
+            "measured": measured,
         }
+    return found
+
+
+def keys_of(left):
+    return f"{left + 1:,} key{'s' * (left > 0)}"
+
+
+# %%
+
+
+# Drawing
+SHOWN = (0, short, middle)  # the widest window would be three times as long
+
+
+def spent_of(rows):
+    """The same of the GPU on which these rows of `traffic` were measured, and its copy."""
+    known = {s.provenance["slug"]: s for s in (windows, *windows.elsewhere) if s.rows}
+    here = next(s for s in (traffic, *traffic.elsewhere) if s.rows == rows)
+    there = known[here.provenance["slug"]]
+    return spent(there, here), 1e3 * here.milliseconds_at("copy", keys=1)
+
+
+def stacked(axes, rows):
+    """What a window cannot shrink, from the left, beside the time of a copy."""
+    inks = {
+        "the rest": "matmul",
+        "masked scores": "PyTorch",
+        "needed scores": "Kernel Book",
+    }
+    found, copied = spent_of(rows)
+    words = {"va": "center", "fontsize": 10}
+    longest = max(found[left]["measured"] for left in SHOWN)
+    for place, left in enumerate(SHOWN):
+        begin = 0
+        for name, ink in inks.items():
+            width, look = found[left][name], {"color": lab.colour(ink), "alpha": 0.35}
+            axes.barh(place, width, 0.7, begin, label=None if place else name, **look)
+            if width > longest / 20:
+                at = begin + width / 2
+                if abs(at - copied) < longest / 30:  # the line would cross the number
+                    at = (max(begin, copied) + begin + width) / 2
+                axes.text(at, place, f"{width:.0f}", ha="center", **words)
+            begin += width
+        end = begin + longest / 60
+        axes.text(end, place, f"{found[left]['measured']:.0f} µs", **words)
+    top = len(SHOWN) - 0.5
+    axes.plot([copied] * 2, [-0.5, top], "--", color=lab.colour("copy"), lw=1.4)
+    axes.text(copied, top + 0.25, f"a copy: {copied:.0f} µs", ha="center", **words)
+    axes.set_yticks(range(len(SHOWN)), [keys_of(left) for left in SHOWN])
+    axes.tick_params(axis="y", length=0)
+    axes.set(xlim=(0, 1.16 * longest), ylim=(top + 0.5, -0.6), xlabel="µs")
+    axes.grid(axis="y", visible=False)
+    axes.legend(loc="upper right", fontsize=10)
+    axes.figure.set_size_inches(5.4, 2.5)
+
+
+def stacked_in_words(rows):
+    found, copied = spent_of(rows)
+    each = (
+        f"{keys_of(left)}: "
+        + ", ".join(f"{name} {value:.0f}" for name, value in found[left].items())
+        for left in SHOWN
     )
-lab.table(rows, "Where the time of a window goes, forward (µs)")
+    return (
+        f"Stacked bars of microseconds. {'; '.join(each)}. A copy takes {copied:.0f}."
+    )
+
+
+lab.draw(traffic, "Where the time of a window goes, forward", stacked_in_words, stacked)
 
 # %%
 
 
 # Reading
+by_window = spent(windows, traffic)
 copied = 1e3 * traffic.milliseconds_at("copy", keys=1)
-least, most = min(left_over.values()), max(left_over.values())
+left_over = {left: found["the rest"] for left, found in by_window.items()}
+least, most = (end(left_over[left] for left in SHOWN) for end in (min, max))
 lab.read(
-    "The first two columns are computed from the time per needed score without a window; the "
-    "second holds only the masked scores that the window adds. "
+    "Needed and masked scores are computed from the time per needed score without a window, and "
+    "the rest is what is left. "
     + (
         f"**The rest, {least:.0f} to {most:.0f} µs, does not grow with the window**, so the "
         "shorter the window, the further it lies above its share. "
         if left_over[wide] < 1.2 * left_over[short]
         else f"The rest is {least:.0f} to {most:.0f} µs. "
     )
-    + f"A copy of as many bytes takes {copied:.0f} µs, "
     + (
-        "so memory traffic could explain the rest; we did not isolate it."
-        if most < 1.1 * copied
-        else "so memory traffic alone does not explain the rest."
+        "A copy of as many bytes takes longer, so memory traffic could explain the rest, but we "
+        "did not isolate it."
+        if most < copied
+        else f"A copy of as many bytes takes {copied:.0f} µs, so memory traffic alone does not "
+        "explain the rest."
     )
+)
+
+# %%
+
+# Folded: The same numbers, with the widest window
+lab.together(
+    lab.table(
+        [
+            {"window": keys_of(left)}
+            | {
+                name: "—" if found[name] != found[name] else f"{found[name]:.0f}"
+                for name in ("needed scores", "masked scores", "the rest", "measured")
+            }
+            for left, found in by_window.items()
+        ],
+        "Where the time of a window goes, forward (µs)",
+    ),
+    lab.read(
+        "The time per needed score holds already the masked scores of attention without a window, "
+        "so only those that the window adds are counted as masked."
+    ),
 )
 
 # %%
@@ -944,22 +1032,14 @@ lab.source(small.packed_kernel, "place")
 #    :end-before: s = tl.dot
 #    :dedent:
 #
-# A tile of queries may reach past the end as well. Rows that are not the program's ``own`` read as
-# zeros,
+# A tile of queries may reach past the end as well. The rows past it read as zeros, and the store of
+# the output takes the same mask, ``own``:
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_in_models.py
 #    :language: python
 #    :pyobject: packed_kernel
 #    :start-at: own =
 #    :end-before: acc =
-#    :dedent:
-#
-# and are not written:
-#
-# .. literalinclude:: /../src/kernelbook/small/attention_in_models.py
-#    :language: python
-#    :pyobject: packed_kernel
-#    :start-at: tl.store
 #    :dedent:
 
 # Measuring
@@ -1005,22 +1085,28 @@ for rows_of_tile in (4, 64, 128):
             assert 0 <= end - begin - tiles([length], rows_of_tile) <= 1
 in_grid, in_slots = SEQUENCES * (LONGEST // 128), sum(LENGTHS) // 128 + SEQUENCES
 needs = tiles(LENGTHS, 128)
-assert 64 * choice.ONE_TILE.consumers == 128
+assert 64 * choice.VARLEN_DEFAULTS[128].consumers == 128
 lab.read(
     f"With tiles of 128 queries, our {SEQUENCES} texts need {needs:,} programs per head, and this "
-    f"grid has {in_grid:,}. Our kernels for Hopper GPUs have {in_slots:,} slots: sequence b "
-    "begins at slot `cu[b] // 128 + b`, where `cu` are the offsets, and has as many slots as "
-    "tiles, or one more. A program finds the sequence of its slot by bisection."
+    f"grid has {in_grid:,}. Our kernels for Hopper GPUs make do with {in_slots:,} slots for "
+    "tiles, and the host still does not read the offsets."
 )
 
 # %%
-# .. dropdown:: On Hopper GPUs, slots; and in all operators, zeros past the end of a sequence
+# .. dropdown:: On Hopper GPUs, fewer programs; in all operators, zeros past the end of a sequence
+#
+#    In our kernels for Hopper GPUs, sequence ``b`` begins at slot ``cu[b] // 128 + b``, where
+#    ``cu`` are the offsets, and has as many slots as tiles, or one more. Backward launches a
+#    program for each slot. Forward launches one for each SM, which computes tile after tile,
+#    because a program of one short tile spends much of its time on its beginning and its end. A
+#    small kernel before it writes a table of the tiles, those that see many keys first, so that
+#    all programs end together.
 #
 #    With tiles of :math:`M` rows, let a sequence of :math:`L` rows begin at row :math:`c`. The next
 #    one begins :math:`\lfloor (c + L) / M \rfloor - \lfloor c / M \rfloor + 1` slots later. The
 #    difference of the two floors is :math:`\lfloor L / M \rfloor` or one more, so this is never
 #    less than the number of tiles, :math:`\lceil L / M \rceil`, and at most one more. The rule
-#    needs one offset alone, so a program can ask of any sequence where it begins, and bisect:
+#    needs one offset alone, so the sequence of a slot is found by bisection:
 #
 #    .. literalinclude:: /../src/kernelbook/ops/hopper/varlen.py
 #       :language: python
@@ -1041,25 +1127,27 @@ lab.read(
 # How fast are packed batches?
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# In the figure, 100 % is the time of ``attention`` on the padded batch, and the dashed line marks
-# the share of its scores that are needed. Head count, ``head_dim`` and names are as above, and
-# ``varlen_attn`` is PyTorch's own function for packed sequences.
+# If only the needed scores took time, packing would leave the share of the padded time that the
+# dashed line marks. In the figure, 100 % is the time of ``attention`` on the padded batch,
+# ``varlen_attn`` is PyTorch's own function for packed sequences, and all else is as for windows.
 
 # Reading
 BY_ITSELF = {  # which kernel attention_varlen runs on a Hopper GPU
-    passes: "our kernel for Hopper" if table[128, "causal"] else "plain Triton"
+    passes: "our kernel for Hopper"
+    if choice.up_to(sum(LENGTHS) / SEQUENCES, table[128, "causal"])
+    else "plain Triton"
     for passes, table in zip(
         PASSES, (choice.VARLEN, backward_choice.VARLEN), strict=True
     )
 }
 lab.read(
-    "On a Hopper GPU, Kernel Book is "
+    "On a Hopper GPU, `attention_varlen` runs "
     + (
         f"{BY_ITSELF['forward']}"
         if len(set(BY_ITSELF.values())) == 1
         else f"{BY_ITSELF['forward']} forward, and {BY_ITSELF['backward']} backward"
     )
-    + ": `attention_varlen` takes the kernel that was faster when we compared both."
+    + ", because each was faster when we compared both."
 )
 
 # %%
@@ -1192,11 +1280,8 @@ def packed_cost(name, passes):
 
 kept = {passes: packed_cost("Kernel Book", passes) for passes in PASSES}
 lab.read(
-    f"**Packing leaves {100 * kept['forward']:.0f} % of the time** forward, and "
-    f"{100 * kept['backward']:.0f} % backward. "
-    + longer(
-        kept, SHARE, 1 / OF_PADDED - 1, f" ({100 * OF_PADDED:.0f} % of the padded speed)"
-    )
+    f"**Packing leaves {100 * kept['forward']:.0f} % of the padded time** forward, and "
+    f"{100 * kept['backward']:.0f} % backward; {against(SHARE / OF_PADDED, kept)}."
 )
 
 # %%
@@ -1241,16 +1326,23 @@ in_triton = {
     for passes in PASSES
 }
 slower = packed_cost("padded, plain Triton", "forward") - 1
+two_kernels = BY_ITSELF["forward"] == "plain Triton" and slower > 0.01
+within = max(in_triton.values()) <= 1 / OF_PADDED - 1
 lab.read(
     (
-        "Forward, packed runs in plain Triton and padded in our kernel for Hopper GPUs, beside "
-        f"which plain Triton takes {more_time(slower)} on the padded batch. "
-        if BY_ITSELF["forward"] == "plain Triton" and slower > 0.01
+        "Forward, the figure compares two kernels: the padded batch runs in our kernel for Hopper "
+        "GPUs, and the packed one in plain Triton. "
+        if two_kernels
         else ""
     )
     + "With plain Triton for both, packing takes "
     f"{more_time(in_triton['forward'])} than its share forward, and "
-    f"{more_time(in_triton['backward'])} backward."
+    f"{more_time(in_triton['backward'])} backward"
+    + (
+        ", and would reach both aims."
+        if two_kernels and within and kept["forward"] > SHARE / OF_PADDED
+        else "."
+    )
 )
 
 # %%
@@ -1361,48 +1453,60 @@ lab.draw(
 rates = {n: by_parts.rate("Kernel Book", parts=n) for n in PARTS}
 best = max(PARTS, key=lambda n: rates[n])
 worst = max(rates[best] / rates[n] for n in PARTS if n >= best) - 1
-before = PARTS[max(PARTS.index(best) - 1, 0)]
 lab.read(
-    f"**With {best} parts the keys are read {rates[best] / rates[1]:.1f} times as fast** as with "
-    f"one. We timed no number between {before} and {best}. "
+    f"**With {best} parts, the best number that we timed, the keys are read "
+    f"{rates[best] / rates[1]:.1f} times as fast** as with one"
     + (
-        f"More parts gain nothing: they take up to {100 * worst:.0f} % longer."
+        f"; with more parts, decoding takes up to {100 * worst:.0f} % longer."
         if best < PARTS[-1] and worst > 0.01
-        else ""
+        else "."
     )
 )
 
 # %%
-# But each part knows only its own keys, so how do their outputs become one?
+# Each part knows only its own keys, so the merge must weigh the outputs of the parts.
 
 
 # Drawing
+PART_WEIGHTS = {"A": (0.4, 0.1, 0.3, 0.2), "B": (1.2, 0.3, 0.9, 0.6)}  # exp(score)
+assert [round(sum(weights), 6) for weights in PART_WEIGHTS.values()] == [1, 3]
+
+
 def merging(axes):
-    """Eight keys in two parts, what each part leaves, and their merge."""
+    """The exponentials of eight keys in two parts, and the shares of the parts in the output."""
     words = {"fontsize": 10, "ha": "center", "va": "center"}
-    for left, name, total in ((0, "A", 1), (6, "B", 3)):
+    begin, floor = 0, 1.9
+    for left, (name, weights) in zip((0, 6), PART_WEIGHTS.items(), strict=True):
+        total = round(sum(weights))
         ink = lab.colour("Kernel Book" if name == "A" else "PyTorch")
-        for key in range(4):
-            place = left + key, 0
-            axes.add_patch(Rectangle(place, 0.88, 0.8, fc=ink, ec=ink, alpha=0.3))
-        axes.text(left + 1.94, -0.5, f"keys of part {name}", **words)
-        axes.text(left + 1.94, 1.3, "↓", **words)
-        axes.text(left + 1.94, 1.9, f"$\\mathrm{{out}}_{name}$, lse = log {total}", **words)
-    axes.text(3.4, 2.6, "↘", **words)
-    axes.text(6.5, 2.6, "↙", **words)
-    merged = r"out = ¼ $\mathrm{out}_A$ + ¾ $\mathrm{out}_B$"
-    axes.text(4.94, 3.3, merged, **words)
-    axes.set(xlim=(-0.5, 10.4), ylim=(3.7, -0.9), xticks=[], yticks=[])
+        look = {"fc": ink, "ec": ink, "alpha": 0.3}
+        for key, weight in enumerate(weights):
+            axes.add_patch(
+                Rectangle((left + key, floor - weight), 0.86, weight, **look)
+            )
+        axes.text(left + 1.93, 0.1, f"part {name}", **words | {"fontweight": "bold"})
+        axes.text(left + 1.93, floor + 0.45, f"sum {total}", **words)
+        width = 9.86 * total / 4
+        axes.add_patch(Rectangle((begin, floor + 1.15), width, 0.75, **look))
+        quarters = {1: "¼", 3: "¾"}[total]
+        merged = f"{quarters} output {name}"
+        axes.text(begin + width / 2, floor + 1.52, merged, **words)
+        begin += width
+    words |= {"ha": "right"}
+    axes.text(-0.3, floor - 0.35, "exp(score)", **words)
+    axes.text(-0.3, floor + 1.52, "output", **words)
+    axes.set(xlim=(-2.6, 10), ylim=(floor + 2, -0.3), xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
     axes.grid(visible=False)
 
 
 lab.sketch(
     "Two parts of the keys, and their merge",
-    "Eight keys in two parts, A and B. Part A leaves its output and the lse log 1, part B its "
-    "output and the lse log 3; merged they give a quarter of A's output and three quarters of B's.",
+    "Eight keys in two parts, with a bar for the exponential of each key's score. The bars of part "
+    "A add up to 1, and those of part B to 3. Below, the output as one bar, of which a quarter is "
+    "the output of A and three quarters that of B.",
     merging,
-    height=1.8,
+    height=2.1,
 )
 
 # %%
@@ -1551,8 +1655,9 @@ lab.together(
 # How fast is decoding?
 # ~~~~~~~~~~~~~~~~~~~~~
 #
-# ``attention`` chooses at most two programs for each SM, at least two tiles of keys for each part,
-# and at most 256 parts, because one program merges all parts of a query:
+# To fill the GPU at any batch size, ``attention`` chooses the number of parts: at most two programs
+# for each SM, at least two tiles of keys for each part, and at most 256 parts, because one program
+# merges all parts of a query:
 #
 # .. code-block:: python
 #
@@ -1661,10 +1766,18 @@ def best_reader(where):
 reached = [of_ours[0] >= OF_COPY, of_ours[1] >= OF_COPY_GROUPED]
 lab.read(
     f"**With {KEYS:,} keys our kernel reads at {100 * of_ours[0]:.0f} % of a copy's speed**, and "
-    f"the fastest library, {at_long}, at {100 * long_peer:.0f} %. Where heads share keys, ours "
-    f"reads at {100 * of_ours[1]:.0f} % and {at_grouped} at {100 * grouped_peer:.0f} %. "
-    + ("**Both aims are reached**: " if all(reached) else "The aims were: ")
-    + f"{100 * OF_COPY:.0f} and {100 * OF_COPY_GROUPED:.0f} %. "
+    f"where heads share keys at {100 * of_ours[1]:.0f} %; "
+    + ("**both aims, " if all(reached) else "the aims were ")
+    + f"{100 * OF_COPY:.0f} and {100 * OF_COPY_GROUPED:.0f} %"
+    + (", are reached**. " if all(reached) else ". ")
+    + (
+        f"The fastest library, {at_long}, is level with ours in both. "
+        if at_long == at_grouped
+        and max(abs(long_peer / of_ours[0] - 1), abs(grouped_peer / of_ours[1] - 1))
+        < 0.02
+        else f"The fastest libraries are {at_long} with {100 * long_peer:.0f} %, and {at_grouped} "
+        f"with {100 * grouped_peer:.0f} %. "
+    )
     + (
         "FlashAttention's row says nothing of its decoding: `flash_attn_func` refuses to split "
         "keys on this GPU, and its function for KV caches we did not time."
@@ -1694,12 +1807,12 @@ lab.read(
         else f"With {KEY_LENGTHS[0]:,} keys ours reads at {100 * of_ours[2]:.0f} % of a copy's "
         "speed. "
     )
-    + f"With half of these keys in as many parts, set by hand, ours takes {one_tile:.1f} µs "
-    f"instead of {all_keys:.1f}"
     + (
-        ", so the bandwidth is not what limits it here."
+        "The bandwidth is not what limits ours here, because half of these keys, in as many parts, "
+        f"take {one_tile:.1f} µs, much more than half of {all_keys:.1f}."
         if one_tile > 0.6 * all_keys
-        else "."
+        else f"Half of these keys, in as many parts, take {one_tile:.1f} µs instead of "
+        f"{all_keys:.1f}."
     )
 )
 
@@ -1835,8 +1948,8 @@ checked = lab.check("Windows, packed batches and decoding", every_case())
 # Reading
 worst = [max(found) for found in zip(*errors.values(), strict=True)]
 lab.read(
-    f"The largest absolute error of the three small kernels is {worst[0]:.0e}, and that of the "
-    f"formula in PyTorch {worst[1]:.0e}. Of the operator, output and gradients were checked: "
+    f"The three small kernels are off by {worst[0]:.0e} at most, and the formula in PyTorch by "
+    f"{worst[1]:.0e}. Of the operator, output and gradients were checked: "
     f"{checked.plain.partition(chr(10))[0].partition(': ')[2].partition(';')[0].rstrip('.')}."
 )
 
@@ -1952,11 +2065,11 @@ for number in range(len(lengths)):
     found = packed(*poisoned)
     assert all(torch.equal(a[own], b[own]) for a, b in zip(found, alone, strict=True))
 lab.read(
-    "**NaN as a probe.** A loaded NaN spoils the output even where its weight is zero. So we "
-    "filled the values of one tile of keys after the other with NaN, "
-    f"for {len(cases)} shapes and windows. In plain Triton, exactly those tiles of queries that "
-    "see one of these keys became NaN, so no tile of values is loaded that no query of the "
-    "tile sees. "
+    "**NaN as a probe.** A right output does not show which tiles were loaded, but a NaN does, "
+    "because it spoils the output even where its weight is zero. So we filled the values of one "
+    f"tile of keys after the other with NaN, for {len(cases)} shapes and windows. In plain Triton, "
+    "exactly those tiles of queries that see one of these keys became NaN, so no tile of values is "
+    "loaded that no query of the tile sees. "
     + (
         "The kernel of Hopper GPUs passed this test with one window. "
         if passes_too
@@ -1967,11 +2080,11 @@ lab.read(
         else "This says nothing of the kernel of Hopper GPUs. "
     )
     + f"With all but one of {len(lengths)} packed sequences filled with NaN, the output and the "
-    "gradients of that one keep the same bits."
+    "gradients of that one keep the same bits in plain Triton; the package's tests repeat this "
+    "with the kernels for Hopper."
 )
 
 # %%
-# The last test runs in plain Triton; the package's tests repeat it with the kernels for Hopper.
 
 # Folded: The errors of the small kernels, the tolerance, every check, and the tiles found by NaN
 lab.together(
@@ -2047,7 +2160,10 @@ rows = []
 for number in range(len(lengths)):
     own = slice(right_offsets[number], right_offsets[number + 1])
     off = (ours - wrong)[own].abs().amax((-1, -2))
-    row = {"text": number, "queries changed": f"{int((off > 0).sum())} of {len(off)}"}
+    row = {
+        "text": ("first", "second", "third")[number],
+        "queries changed": f"{int((off > 0).sum())} of {len(off)}",
+    }
     row |= {"first query's error": f"{off[0]:.1g}"}
     rows.append(row | {"last query's error": f"{off[-1]:.1g}"})
 assert [row["queries changed"].split()[0] for row in rows] == ["0", "30", "50"]
@@ -2110,7 +2226,9 @@ lab.table(
 lab.read(
     f"{nan}"
     if any(ours != ours for _, ours in goals.values())
-    else f"**{sum(met.values())} of {len(met)} aims are reached.**"
+    else f"**{sum(met.values())} of {len(met)} aims are reached.** A window was to take at most "
+    f"{100 * (AIM - 1):.0f} % longer than its share of the scores, and a packed batch to reach "
+    f"{100 * OF_PADDED:.0f} % of the padded speed per needed score."
 )
 
 # %%

@@ -66,8 +66,8 @@ def simple_weighted_sum(x, w):
 # PyTorch runs one :term:`kernel`, a function on the GPU, for each operation. The multiplication
 # reads ``x`` and writes a product as large as ``x``, and the sum reads that product again, all
 # through :term:`HBM`, the main memory of the GPU: with 16-bit numbers, 6 bytes per element. Only
-# the 2 bytes of reading ``x`` are necessary, so by its bytes one kernel could be three times as
-# fast. The bars show more, because PyTorch's multiplication is also slower than a copy.
+# the 2 bytes of reading ``x`` are necessary, so one kernel could be three times as fast. The bars
+# show more, because PyTorch's multiplication is also slower than a copy.
 #
 # Ten numbers in blocks of four
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -190,19 +190,19 @@ kept, lost = (on_gpu.get(name, float("nan")) for name in ("with mask", "without"
 same = (kept, lost) == ("[-1.0, -1.0]", "[20.0, 22.0]")
 lab.read(
     "**Without its mask the kernel has written over the neighbours of `y`, and nothing reports "
-    "it.** On a GPU "
+    "it.** "
     + (
-        "the result was the same, "
+        "A GPU did the same, "
         if same
-        else f"they became {lost}, and {kept} with the mask, "
+        else f"On a GPU they became {lost}, and {kept} with the mask, "
     )
-    + "because it usually notices only addresses outside all memory of the process."
+    + "because it usually reports only addresses outside all memory of the process."
 )
 
 # %%
-# Where a mask is false, a load gives an undefined value, unless ``other=0.0`` names one. Triton
-# refuses one block of ten. **The size of a block must be a power of two, known when the kernel is
-# compiled,** and so it is a ``tl.constexpr``. *Programs, warps, threads* says why.
+# Where a mask is false, a load gives an undefined value, unless ``other=0.0`` names one. A block of
+# ten would need no mask, but Triton refuses it. **The size of a block must be a power of two, known
+# when the kernel is compiled** (``tl.constexpr``); *Programs, warps, threads* says why.
 
 # %%
 
@@ -315,9 +315,9 @@ print(simple_weighted_sum(x, w).tolist())
 # ``tl.sum(..., axis=1)`` is a :term:`reduction`: it adds the columns of each row, in float32,
 # because a sum in 16 bits loses digits early.
 #
-# **Strides.** The kernel takes both strides of ``x``, because a transposed matrix is the same
-# memory with its strides exchanged, and can then be read without a copy, if perhaps more slowly. If
-# we pass the usual strides instead, 6 and 1, the sums are wrong, and no error is raised:
+# **Strides.** A transposed matrix is the same memory with its strides exchanged, so a kernel that
+# takes both strides reads it without a copy. If we pass the usual strides instead, 6 and 1, the
+# sums are wrong, and no error is raised:
 
 tall = torch.arange(30.0, device=runtime.DEVICE).view(6, 5)  # strides (5, 1)
 turned = tall.t()  # strides (1, 5)
@@ -334,8 +334,9 @@ print("wrong strides:  ", assumed.tolist())
 # What programs must not share
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# Let :math:`L` be the loss and :math:`dy_i` its derivative with respect to :math:`y_i`. Each
-# :math:`x_{ij}` enters one sum, each :math:`w_j` the sums of all rows:
+# To train, PyTorch needs gradients as well. Let :math:`L` be the loss and :math:`dy_i` its
+# derivative with respect to :math:`y_i`. Each :math:`x_{ij}` enters one sum, each :math:`w_j` the
+# sums of all rows:
 #
 # .. math::
 #
@@ -436,8 +437,8 @@ in_place = lab.measure("In place on a GPU, 1,048,576 ones", in_place_runs)
 nan = float("nan")
 
 
-def listed(items):
-    *others, last = [f"{item:,}" for item in items]
+def listed(items, write="{:,}".format):
+    *others, last = [write(item) for item in items]
     return f"{', '.join(others)} and {last}" if others else last
 
 
@@ -544,13 +545,13 @@ lab.read(
     "**and wrong on the GPU.** Atomics add in the order in which programs arrive, and rounding "
     "depends on it. **We take partial sums,** whose order is fixed, "
     + (
-        f"although they take {100 * price:.0f} % more time here, "
+        f"although they take {100 * price:.0f} % more time "
         if price > 0.02
-        else f"and which take {-100 * price:.0f} % less time here, "
+        else f"and which take {-100 * price:.0f} % less time "
         if price < -0.02
-        else "and which take no more time here, "
+        else "and which take no more time "
     )
-    + "where each sums 64 rows; sums of only two rows, as below, cost far more (point 4)."
+    + "where each adds up 64 rows of `x`; with only two, as below, they cost far more (point 4)."
 )
 
 # %%
@@ -595,8 +596,8 @@ lab.together(
 # The gradient
 # ~~~~~~~~~~~~
 #
-# Any program can compute :math:`dx` for its own block, but :math:`dw` needs partial sums, here with
-# ones for ``dy``:
+# One kernel computes both gradients and reads ``x`` once: each program stores a block of
+# :math:`dx`, and a row of partial sums of :math:`dw`, here with ones for ``dy``:
 #
 # .. image:: /figures/first-kernel-parts.svg
 #    :alt: The matrix x of 5 rows and 6 columns, which holds 0 to 29. Program 0 has rows 0 and 1,
@@ -604,8 +605,7 @@ lab.together(
 #          own row of parts: 6 8 10 12 14 16, 30 32 34 36 38 40 and 24 25 26 27 28 29. The second
 #          launch adds these three rows to dw: 60 65 70 75 80 85.
 #
-# The kernel divides ``x`` into the same blocks as ``rows_kernel``. It stores a block of ``dx``, and
-# sums along ``axis=0``, over its rows:
+# The kernel has the blocks of ``rows_kernel``, and sums along ``axis=0``, over their rows:
 
 
 @triton.jit
@@ -650,8 +650,8 @@ print(dw.tolist())
 
 # %%
 # The second launch needs no new kernel: ``parts.t()`` has a row for each column of ``x``, and
-# ``rows_kernel`` sums that row with weights of 1. Its block holds two such rows, of one number per
-# program, and Triton refuses it if ``x`` has more than 1,048,576 rows.
+# ``rows_kernel`` sums that row with weights of 1. Its block holds such rows whole, so Triton
+# refuses more than 1,048,576 rows of ``x``; point 4 lifts this limit.
 #
 # Into PyTorch
 # ~~~~~~~~~~~~
@@ -730,12 +730,12 @@ past_32_bits = torch.tensor(2**31).to(torch.int32).item()
 lab.table(
     [
         {
-            "mistake": "a sum in float16",
-            "right": f"10,000 ones: {halves[tl.float32]}",
+            "mistake": "10,000 ones added up in float16",
+            "right": halves[tl.float32],
             "wrong": halves[tl.float16],
         },
         {
-            "mistake": "offset in 32 bits",
+            "mistake": "the offset 2³¹ in 32 bits",
             "right": f"{2**31:,}",
             "wrong": f"{past_32_bits:,}",
         },
@@ -744,8 +744,8 @@ lab.table(
 )
 
 # %%
-# Your kernels make the second one if ``x`` has more than 2³¹ elements;
-# ``tl.program_id(0).to(tl.int64)`` mends it.
+# Your kernels make the second mistake if ``x`` has more than 2³¹ elements, and
+# ``tl.program_id(0).to(tl.int64)`` mends them.
 
 # %%
 
@@ -781,9 +781,10 @@ lab.together(
 # Programs, warps, threads
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# A GPU consists of SMs (:term:`streaming multiprocessors <SM>`), each of which runs several
-# programs. A program has four :term:`warps <warp>` by default, and the 32 threads of a warp execute
-# the same instruction together. Here is a block of 1,024 16-bit numbers, by position:
+# Which thread loads what decides the speed. A GPU consists of SMs (:term:`streaming multiprocessors
+# <SM>`), each of which runs several programs. A program has four :term:`warps <warp>` by default,
+# and the 32 threads of a warp execute the same instruction together. Here is a block of 1,024
+# 16-bit numbers, by position:
 #
 # .. image:: /figures/first-kernel-threads.svg
 #    :alt: Four levels. A grid of programs 0, 1, 2 and so on. Program 2 runs on one SM and has four
@@ -794,8 +795,8 @@ lab.together(
 # warp then reads 512 consecutive bytes in few transactions (:term:`coalescing`).
 #
 # The compiler deals a block out to the threads by halving it again and again, so its size is a
-# power of two. Each thread keeps its numbers in :term:`registers <register>`, which have no
-# addresses: instructions name them, so the compiler must know how many a block needs.
+# power of two. Each thread keeps its numbers in :term:`registers <register>`, which instructions
+# name one by one, so the compiler must know how many a block needs.
 
 # %%
 
@@ -849,8 +850,8 @@ owned = lab.measure("Which thread holds which elements of a block of 1,024", own
 # What memory delivers
 # ~~~~~~~~~~~~~~~~~~~~
 #
-# Numbers come from HBM through :term:`L2`, a cache that all SMs share, and :term:`L1`, a cache of
-# each SM, part of which can serve as :term:`shared memory`. HBM is the slowest of these.
+# Numbers come from HBM, the slowest memory of the GPU, through :term:`L2`, a cache that all SMs
+# share, and :term:`L1`, a cache of each SM, part of which can serve as :term:`shared memory`.
 
 # %%
 
@@ -1023,12 +1024,11 @@ lab.together(
 # How fast is it?
 # ~~~~~~~~~~~~~~~
 #
-# The yardstick is a copy: copying half of ``x`` reads one half and writes as much, so it moves as
-# many bytes as reading all of ``x``. 100 % is the speed of that copy at each size. It is no limit:
-# a kernel that almost only reads can pass it. The benchmark writes other numbers before every run.
-# The *first kernel* is ``rows_kernel`` with one row per program, and *the operator* is
-# ``kernelbook.weighted_sum``, to which this page leads. Bands show the scatter of the runs
-# (:doc:`/reading-figures`).
+# A copy shows what memory allows. Copying half of ``x`` moves as many bytes as reading all of it,
+# so 100 % is the speed of that copy at each size, which a kernel that almost only reads can pass.
+# Before every run the benchmark writes other numbers, so that L2 does not hold ``x``. The *first
+# kernel* is ``rows_kernel`` with one row per program instead of two, and *the operator* is
+# ``kernelbook.weighted_sum``. Bands show the scatter of the runs (:doc:`/reading-figures`).
 
 
 def providers(rows, columns, dtype):
@@ -1183,10 +1183,10 @@ sooner, later = beyond_scatter(forward, *compared)
 found = []
 if sooner:
     faster_by = gap(forward, sooner, *compared[::-1])
-    found.append(f"{faster_by} faster than the first kernel with {listed(sooner)} rows")
+    found.append(f"is {faster_by} faster than yours with {listed(sooner)} rows")
 if later:
     slower_by = gap(forward, later, *compared)
-    found.append(f"slower with {listed(later)}, where it takes {slower_by} longer")
+    found.append(f"takes {slower_by} longer with {listed(later)}")
 slowly, copied = (
     forward.milliseconds_at(name, rows=2**16) for name in ("PyTorch", "copy")
 )
@@ -1200,9 +1200,8 @@ between = all(
 lab.read(
     f"**The first kernel runs at {100 * min(of_first):.0f} to {100 * max(of_first):.0f} % of the "
     f"speed of a copy, PyTorch's two operations at {100 * min(of_two):.0f} to "
-    f"{100 * max(of_two):.0f} %.** With two rows per program your kernel runs at "
-    f"{100 * min(of_pairs):.0f} to {100 * max(of_pairs):.0f} %. With 65,536 rows PyTorch's "
-    f"operations take {slowly / copied:.0f} times as long as a copy"
+    f"{100 * max(of_two):.0f} %.** With 65,536 rows these take {slowly / copied:.0f} times as long "
+    "as a copy"
     + (
         f", because the multiplication takes {of_product:.1f} times as long as a copy of its "
         "bytes; we did not measure why. "
@@ -1210,13 +1209,12 @@ lab.read(
         else ". "
     )
     + (
-        "`x @ w`, PyTorch's one operation for this formula, lies between the first kernel and "
-        "these. "
+        "PyTorch's one operation for this formula, `x @ w`, lies between. "
         if between
         else f"`x @ w` reaches {100 * min(of_matmul):.0f} to {100 * max(of_matmul):.0f} %. "
     )
-    + "`torch.compile`, which writes such a kernel for you, is "
-    + (f"{' and '.join(found)}." if found else "as fast as the first kernel.")
+    + "`torch.compile` "
+    + (f"{' and '.join(found)}." if found else "is as fast as yours.")
 )
 
 # %%
@@ -1227,6 +1225,10 @@ lab.together(
         in_percent(forward, forward.providers),
         "The forward pass, in % of the speed of a copy, and that speed",
     ),
+    lab.read(
+        f"With two rows per program your kernel runs at {100 * min(of_pairs):.0f} to "
+        f"{100 * max(of_pairs):.0f} %."
+    ),
     apart,
 )
 
@@ -1235,7 +1237,7 @@ lab.together(
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
 # The operator takes any shape and strides, and ``torch.compile`` can compile a model around it.
-# Four points in which its kernels differ from yours follow.
+# Four points keep it fast where your kernels are slow or refused.
 
 # %%
 
@@ -1474,7 +1476,7 @@ lab.sketch(
 #    :dedent:
 #
 # The size of a block is now a choice: large enough for several loads per thread, and small enough
-# for the registers. We take 4,096 columns of two rows, and more rows if they are short.
+# for the registers. We take two rows of 4,096 columns, and more of shorter rows.
 
 # %%
 
@@ -1654,8 +1656,8 @@ def addressed():
 ways = lab.attempt("Offsets, block pointers and descriptors", addressed)
 
 # %%
-# *Loop* keeps each row whole, and is drawn only where it differs from *loop in parts*, which makes
-# 1,024 programs or more:
+# *Loop in parts* divides the rows until there are 1,024 programs. *Loop*, which keeps rows whole,
+# is drawn only where the two differ:
 
 
 def shape_providers(columns, rows, dtype):
@@ -1729,6 +1731,14 @@ def by_length(rows):
     )
 
 
+def short(count):
+    """16384 as 16Ki, as the other figures write it."""
+    for size, letter in ((2**20, "Mi"), (2**10, "Ki")):
+        if count % size == 0:
+            return f"{count // size}{letter}"
+    return str(count)
+
+
 def marks(axes, rows):
     lengths = sorted({row["columns"] for row in rows})
     axes.axhline(100, color=lab.colour("copy"), linestyle="--", linewidth=1.5)
@@ -1748,10 +1758,8 @@ def marks(axes, rows):
             marker=marker,
             markersize=9 if provider == "Kernel Book" else 7,
         )
-    axes.set_xticks(
-        range(len(lengths)), [f"{n:,}" for n in lengths], rotation=35, ha="right"
-    )
-    axes.set(xlabel="columns", ylabel="% of a copy", ylim=(-3, 105))
+    axes.set_xticks(range(len(lengths)), [short(n) for n in lengths])
+    axes.set(xlabel="columns", ylabel="% of copy", ylim=(-3, 105))
 
 
 lab.draw(shapes, "Forward, 2²⁶ elements in rows of any length", by_length, marks)
@@ -1788,21 +1796,26 @@ compiled_ahead = [
     for columns in LENGTHS
     if of_shape("torch.compile", columns) > 1.01 * of_shape("Kernel Book", columns)
 ]
+brief = [columns for columns in LENGTHS if columns <= 100]
 lab.read(
     (
-        f"**Triton refuses the first kernel for rows of {listed(refused)}.** "
+        f"**Triton refuses the first kernel for rows of {listed(refused)} "
+        f"({listed(refused, short)}).** "
         if refused
         else ""
     )
-    + "In the loop the 16 longest rows make "
-    + (f"8 programs for {processors} SMs: " if processors else "8 programs: ")
-    + f"{in_loop:.0f} %. **Divided into parts, they reach {in_parts:.0f} %.** "
+    + f"There the loop reaches {in_loop:.0f} %, because 16 rows make 8 programs"
+    + (f" for {processors} SMs" if processors else "")
+    + f". **Divided into parts, the rows reach {in_parts:.0f} %.** "
     + (
         f"`torch.compile` is faster than the operator with rows of {listed(compiled_ahead)}. "
         if compiled_ahead
         else ""
     )
-    + f"With rows of 100 the loop has {of_shape('loop in parts', 100):.0f} %: see point 2."
+    + "With rows of up to 100 the first kernel reaches at most "
+    f"{max(one_row[columns] for columns in brief):.0f} %, because a program has one short "
+    "row; the loop, with many, reaches "
+    f"{min(of_shape('loop in parts', columns) for columns in brief):.0f} % or more."
 )
 
 # %%
@@ -1886,8 +1899,9 @@ lab.together(
 # 2. A divisor for the compiler
 # ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
 #
-# Of a stride, Triton checks only whether it is 1 or a multiple of 16. 100 is neither, so a thread
-# loads one number of 16 bits at a time. The operator passes ``UNIT``, a ``constexpr``, here 4:
+# The loop is slow with rows of 100, because a thread loads one number of 16 bits at a time: of a
+# stride, Triton checks only whether it is 1 or a multiple of 16. The operator passes ``UNIT``, a
+# ``constexpr``, here 4:
 #
 # .. code-block:: python
 #
@@ -1950,7 +1964,7 @@ loaded = lab.measure(
 blind, known, *_ = [row["µs"] for row in loaded.rows] or [nan] * 2
 narrow, wide, *_ = [row["widest load (bytes)"] for row in loaded.rows] or [nan] * 2
 lab.read(
-    f"**The operator's kernel is then {blind / known:.1f} times as fast for rows of 100,** because "
+    f"**The operator's kernel is {blind / known:.1f} times as fast for rows of 100,** because "
     f"a thread loads {wide} bytes at once instead of {narrow}."
 )
 
@@ -1984,9 +1998,9 @@ lab.together(
 # 3. A hint to the L2 cache
 # ^^^^^^^^^^^^^^^^^^^^^^^^^
 #
-# When L2 is full, a load evicts other numbers, and those that another kernel wrote must be copied
-# to HBM. ``tl.load(…, eviction_policy="evict_first")`` asks L2 to evict ``x`` first, because this
-# kernel does not read it again.
+# ``x`` is read only once, but each load of it evicts other numbers from a full L2, and those that
+# another kernel wrote must be copied to HBM. ``tl.load(…, eviction_policy="evict_first")``
+# asks L2 to evict ``x`` first.
 
 # %%
 
@@ -2078,8 +2092,9 @@ lab.together(
 # ^^^^^^^^^^^^^^^^^^^^^^^
 #
 # ``rows_backward`` leaves a row of float32 sums for every two rows of bfloat16. Written and read
-# again, they are as many bytes as ``x`` and ``dx`` together. So we start only four programs for
-# each SM, and each adds up further rows, a ``step`` apart, before it stores its sums:
+# again, they are as many bytes as ``x`` and ``dx`` together, which halves the speed. So we start
+# only four programs for each SM, and each adds up further rows, a ``step`` apart, before it stores
+# its sums:
 #
 # .. literalinclude:: first_kernel.py
 #    :language: python
@@ -2142,7 +2157,8 @@ for ours, before in zip(loop_backward(dy, x, w), rows_backward(dy, x, w), strict
     assert torch.allclose(ours, before, atol=1e-5)
 
 # %%
-# The yardstick is now a copy of all of ``x``; *first backward* is ``rows_backward``:
+# 100 % is now a copy of all of ``x``, because ``dx`` is written as well; *first backward* is
+# ``rows_backward``:
 
 
 class LoopedWeightedSum(WeightedSum):
@@ -2236,6 +2252,21 @@ def launch_by_launch(rows=2**16, columns=4096):
 launched = lab.measure(
     "The two launches of a backward pass, 65,536 rows", launch_by_launch
 )
+adjacent = lab.measure(
+    "The second launch, with the sums of a column side by side",
+    lambda: [
+        {"µs": round(1e3 * statistics.median(times), 1)}
+        for times in [
+            lab.event_times(
+                partial(
+                    sum_rows,
+                    torch.ones(4096, 2**15, device=runtime.DEVICE),
+                    torch.ones(2**15, device=runtime.DEVICE),
+                )
+            )
+        ]
+    ],
+)
 
 # %%
 
@@ -2261,17 +2292,22 @@ parts_mib, fewer_mib = [
 lab.read(
     f"**With 65,536 rows the first backward reaches {of_backward['rows_backward']:.0f} % of the "
     f"speed of a copy, the loop {of_backward['loop']:.0f} %, and the operator "
-    f"{of_backward['Kernel Book']:.0f} %.** The bytes alone would leave 50 %; most of the rest "
-    "goes to the second launch. Its reads along a row of `parts.t()` cannot coalesce, because "
-    "neighbours lie 4,096 numbers apart; we did not measure what that costs. "
-    f"With up to {MARKS[2]:,} rows the operator is "
-    f"{min(lead):.1f} to {max(lead):.1f} times as fast as the loop"
+    f"{of_backward['Kernel Book']:.0f} %.** Most of the first backward's time, "
+    f"{second_one:,.0f} of {first_one + second_one:,.0f} µs, is the second launch. Its reads along "
+    "a row of `parts.t()` cannot coalesce, because neighbours lie 4,096 numbers apart"
     + (
-        f", but `torch.compile` is faster than it with {listed(ahead)}. "
-        if ahead
-        else ", and `torch.compile` lies between. "
+        f": with neighbours side by side it takes {adjacent.rows[0]['µs']:.0f} µs. "
+        if adjacent.rows
+        else "; we did not measure what that costs. "
     )
-    + "Point 4, which the loop has too, does not explain this; the fold says what else differs."
+    + f"Up to {MARKS[2]:,} rows the loop gains nothing, because there are no more blocks than "
+    "programs"
+    + (
+        f", and `torch.compile` is faster than the operator with {listed(ahead)}."
+        if ahead
+        else f". There the operator is {min(lead):.1f} to {max(lead):.1f} times as fast; we did "
+        "not measure which of its other changes does this."
+    )
 )
 
 # %%
@@ -2303,10 +2339,9 @@ lab.together(
         "float32 sum 4, written and read again."
     ),
     lab.read(
-        "Up to 1,024 rows the loop is no faster than the first backward, because there are then no "
-        "more blocks of two rows than programs. The operator also divides the columns among "
-        "programs, adds the partial sums with a kernel of its own, and launches that early "
-        "(`EARLY`, above). We did not measure what each of these is worth with few rows."
+        "Beyond the loop, the operator also divides the columns among programs, adds the partial "
+        "sums with a kernel of its own, and launches that early (`EARLY`, above). We did not "
+        "measure what each of these is worth with few rows."
     ),
 )
 
@@ -2474,8 +2509,8 @@ _, leads = beyond_scatter(forward, "one row a program")
 shortfall = min(LENGTHS, key=lambda columns: of_shape("Kernel Book", columns))
 lab.read(
     (
-        f"**In the forward pass it gains nothing on the GPU up to {little[-1]:,} rows of 4,096:** "
-        "its scatter overlaps with those of the first kernel and of `torch.compile`. "
+        f"**Forward it gains nothing on the GPU up to {little[-1]:,} rows of 4,096:** "
+        "its times overlap with those of the first kernel and of `torch.compile`. "
         if little
         else ""
     )
@@ -2489,9 +2524,14 @@ lab.read(
         if not leads
         else ""
     )
-    + f"At its worst the operator reaches {of_shape('Kernel Book', shortfall):.0f} % of a copy "
-    f"forward, with rows of {shortfall:,}, and {ours_at[slowest]:.0f} % backward, with "
-    f"{slowest:,} rows."
+    + f"At worst the operator reaches {of_shape('Kernel Book', shortfall):.0f} % of a copy "
+    f"forward, with rows of {shortfall:,}"
+    + (
+        ", whose sums, half as many bytes as `x`, are not counted"
+        if shortfall == 2
+        else ""
+    )
+    + f", and {ours_at[slowest]:.0f} % backward, with {slowest:,} rows."
 )
 
 # %%
@@ -2582,16 +2622,26 @@ def theirs_faster(passes):
 
 
 behind, behind_both = theirs_faster("forward"), theirs_faster("with gradients")
-names = "Kernel Book", "WeightedSum", "PyTorch"
-took = [by_clock.get((16, "forward"), {}).get(f"{name} (µs)", nan) for name in names]
+took = {
+    name: [
+        row[f"{name} (µs)"]
+        for (rows, passes), row in by_clock.items()
+        if passes == "forward" and rows <= (behind or 1024)
+    ]
+    or [nan]
+    for name in ("Kernel Book", "PyTorch")
+}
+ours, theirs = (f"{min(us):.0f} to {max(us):.0f}" for us in took.values())
 lab.read(
-    "**With small matrices the host sets the pace,** the CPU that launches the kernels. In a "
-    f"series of calls with 16 rows, one forward takes {took[0]:.0f} µs with the operator, "
-    f"{took[1]:.0f} with your `WeightedSum`, and {took[2]:.0f} with PyTorch, **which is faster "
-    + (f"up to {behind:,} rows" if behind else "nowhere")
-    + " forward, and "
-    + (f"up to {behind_both:,}" if behind_both else "nowhere")
-    + " with gradients.** CUDA graphs help (next chapter)."
+    "**With small matrices the host sets the pace,** the CPU that launches the kernels. Up to "
+    f"{behind or 1024:,} rows, one forward of a series takes {ours} µs with the operator and "
+    f"{theirs} with PyTorch"
+    + (
+        f", **which with gradients is faster up to {behind_both:,} rows.** "
+        if behind_both
+        else ". "
+    )
+    + "CUDA graphs help (next chapter)."
 )
 
 # %%

@@ -69,8 +69,8 @@ def simple_backward(x, w, mean, rstd, dy):
 # %%
 # PyTorch runs each operation as a :term:`kernel` of its own. For each row of :math:`N` elements,
 # these kernels read :math:`16 N` and write :math:`9 N`. One kernel that reads ``x`` and ``dy`` once
-# and writes ``dx`` moves :math:`3 N`, which is 12 % of :math:`25 N`. (The first bar at the top of
-# the page times this function.)
+# and writes ``dx`` moves :math:`3 N`, which is 12 % of :math:`25 N`. So these operations can reach
+# about 12 at most on the scale of the bars above, of which the first times this function.
 #
 # The idea
 # --------
@@ -89,17 +89,15 @@ def simple_backward(x, w, mean, rstd, dy):
 #
 # An *atomic add* cannot lose an addition, because the hardware reads, adds and writes in one step.
 # A *lock* cannot either, because under it programs add one at a time. But under both, all programs
-# add to the same addresses, and if each row is added on its own, they meet there once for every
-# row. And whoever comes first adds first, so the rounding can differ from run to run. Both can be
-# avoided:
+# meet at the same addresses, once for every row if each row is added on its own. And the rounding
+# can differ from run to run, because whoever comes first adds first. Both can be avoided:
 #
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    Two ideas, which are independent. Each program sums *many rows* in registers before it hands
-#    over anything, so that there is little to hand over. And it stores this *partial sum* where
-#    nobody else writes, so that no program waits to add, and the order of additions never changes.
-#    A second kernel adds the partial sums.
+#    Each program sums *many rows* in registers before it hands over anything, so that there is
+#    little to hand over. It then stores this *partial sum* where nobody else writes, so that no
+#    program waits to add, and a second kernel adds the partial sums in an order that never changes.
 #
 # .. image:: /figures/layer-norm-partials.svg
 #    :alt: Six rows of x and dy and three programs. Program 0 takes rows 0 and 3, program 1 rows 1
@@ -109,13 +107,13 @@ def simple_backward(x, w, mean, rstd, dy):
 # The mathematics
 # ---------------
 #
-# Not all of the gradient that arrives at :math:`\hat{x}` reaches :math:`x`. Adding one small number
-# to every element of the row leaves :math:`\hat{x}` as it is, so the loss does not change. The
-# slope of the loss in that direction is the sum of ``dx``, which must therefore be 0. Scaling the
-# deviations from the mean also leaves :math:`\hat{x}` as it is, apart from epsilon, so the dot
-# product of ``dx`` with :math:`\hat{x}` is nearly 0. So two parts of what arrives are taken away:
-# its mean, ``c2``, and its part along :math:`\hat{x}`, which is :math:`\hat{x}` times a number,
-# ``c1``.
+# The gradient of a row needs two means, because layer norm ignores two changes of the row. If one
+# small number is added to every element, :math:`\hat{x}` and the loss stay as they are. To first
+# order this changes the loss by that number times the sum of ``dx``, so the sum must be 0. If the
+# deviations from the mean are scaled, :math:`\hat{x}` also stays as it is, apart from epsilon, so
+# the dot product of ``dx`` with :math:`\hat{x}` is nearly 0. So the backward pass takes two parts
+# away from the gradient that arrives at :math:`\hat{x}`: its mean, ``c2``, and its part along
+# :math:`\hat{x}`, which is :math:`\hat{x}` times a number, ``c1``.
 #
 # Here is the forward chapter's row of eight, with its mean :math:`m` and ``rstd`` :math:`r`,
 # weights of 2 and no epsilon. Only its first output has a gradient, 4:
@@ -351,8 +349,8 @@ lab.source(sum_my_rows)
 # %%
 # Program 0 of three takes rows 0, 3, 6 and so on. From ``c1`` to ``dx`` the loop is the formulas
 # above, in the same names. ``cols`` are the columns of a row, padded to a power of two. In the
-# padding ``dy`` is 0, so it adds nothing to any sum. This small kernel is for float32. The book's
-# package also takes 16-bit numbers, and converts them to float32 first.
+# padding ``dy`` is 0, so it adds nothing to any sum. This small kernel is for float32; the book's
+# package converts 16-bit numbers to float32 first.
 
 # %%
 
@@ -515,10 +513,20 @@ lab.source(lock_kernel)
 # What breaks it: a lock without its protections
 # ----------------------------------------------
 #
-# Can a run show that the protections are needed? A small kernel adds rows to one buffer under the
-# same lock, without ``acquire``, without ``release`` or without both barriers, as 500 programs with
-# one row each. The rows hold small integers, which float32 adds exactly in any order,
-# so any difference from the true sum is a lost addition.
+# To see what each protection prevents, a small kernel takes the same lock and leaves out one of
+# them at a time:
+#
+# .. code-block:: python
+#
+#    while tl.atomic_cas(lock_ptr, 0, 1, sem="acquire") != 0:  # without: sem="relaxed"
+#        pass
+#    tl.debug_barrier()  # without the barriers: neither this one
+#    tl.store(sum_ptr + cols, tl.load(sum_ptr + cols) + x)
+#    tl.debug_barrier()  # nor this one
+#    tl.atomic_xchg(lock_ptr, 0, sem="release")  # without: sem="relaxed"
+#
+# Each of 500 programs adds one row ``x``. The rows hold small integers, which float32 adds exactly
+# in any order, so any difference from the true sum is a lost addition.
 
 
 # Measuring
@@ -625,9 +633,33 @@ PLAINLY = {
 }
 lost = lab.measure("A sum of 500 rows, with and without protection", lost_additions)
 wrong = {row["protected by"]: row["wrong runs of 100"] for row in lost.rows}
+arrived = lab.measure(
+    "How many of 500 additions of 1 arrive in a column, in 100 runs",
+    lambda: [
+        {"protected by": name, "fewest": int(totals.min()), "most": int(totals.max())}
+        for name, protections in LOCKS.items()
+        for totals in [
+            torch.stack(
+                [
+                    locked_sum(
+                        torch.ones(500, 4096, device=runtime.DEVICE), protections
+                    )[0]
+                    for _ in range(100)
+                ]
+            )
+        ]
+    ],
+)
+arriving = {
+    row["protected by"]: " to ".join(
+        str(count) for count in sorted({row["fewest"], row["most"]})
+    )
+    for row in arrived.rows
+}
 lab.table(
     [
         {"protections": PLAINLY[name], "wrong runs of 100": wrong.get(name, "—")}
+        | ({"a sum of 500 ones": arriving[name]} if arriving else {})
         for name in list(PLAINLY)[:4]
     ],
     f"A sum of 500 rows under one lock, on {lost.provenance['gpu']}",
@@ -743,9 +775,10 @@ lab.read(
 # What each way costs
 # -------------------
 #
-# The figure times the three ways on 32,768 rows of 1,024 columns, in float32, from 128 programs
-# that sum 256 rows each to 16,384 programs that sum two. 100 % is the speed of a copy of ``dy``, in
-# bytes per second. The time of partial sums includes the second kernel.
+# How many programs are best, and does the way of handing over matter? The figure times the three
+# ways on 32,768 rows of 1,024 columns, in float32, from 128 programs that sum 256 rows each to
+# 16,384 programs that sum two. 100 % is the speed of a copy of ``dy``, in bytes per second. The
+# time of partial sums includes the second kernel.
 
 # %%
 
@@ -809,25 +842,23 @@ of_ways = {
     for n in PROGRAMS
 }
 best = max(PROGRAMS, key=lambda n: of_ways["partial sums", n])
-fewest, most = PROGRAMS[0], PROGRAMS[-1]
+most = PROGRAMS[-1]
 atomics = of_ways["atomic add", best] - of_ways["partial sums", best]
 lead = of_ways["atomic add", 4096] - of_ways["partial sums", 4096]
 of_x = 12 * 32768 // most
-few_of, many_of = (of_ways["partial sums", n] for n in (fewest, most))
+many_of = of_ways["partial sums", most]
 allowed = 100 * of_x / (of_x + 16)  # x, dy, dx of float32, without the sums
 lab.read(
-    f"Partial sums are fastest with {best:,} programs of {32768 // best} rows each. They "
-    f"reach {few_of:.0f} % with {fewest} programs, and {many_of:.0f} % with {most:,}. There "
-    f"16 of every {of_x + 16} bytes belong to the sums, which alone would allow {allowed:.0f} %. "
-    "We did not measure what takes the rest, nor what makes few programs slow. "
+    f"Partial sums are fastest with {best:,} programs of {32768 // best} rows each, and slower "
+    f"with fewer and with more. With {most:,} programs, 16 of every {of_x + 16} bytes belong to "
+    f"the sums, which alone would allow {allowed:.0f} %, and they reach {many_of:.0f} %. We did "
+    "not measure what takes the rest, nor what makes few programs slow. "
     + (
-        f"With 4,096 programs the atomic add is {lead:.0f} points ahead of the partial sums, "
-        f"{of_ways['atomic add', 4096]:.0f} to {of_ways['partial sums', 4096]:.0f} %. "
+        f"With 4,096 programs the atomic add is {lead:.0f} points ahead of the partial sums. "
         if lead > 2
         else ""
     )
-    + "One lock is slow with any number of programs, and reaches "
-    f"{of_ways['one lock', best]:.0f} % with {best:,}."
+    + "One lock is slow with any number of programs."
 )
 
 # %%
@@ -841,6 +872,31 @@ unlike = {row["version"]: row["runs unlike the first"] for row in differ.rows}
 def same_bits(version):
     return {0: "yes"}.get(unlike[version], "no") if version in unlike else "—"
 
+
+# %%
+
+
+# %%
+
+
+# Reading
+def runs_said(name):
+    count = unlike.get(name, nan)
+    return {0: "none", 99: "all 99"}.get(count, f"{count:.0f} of 99")
+
+
+together = ["lock per program"] + ["atomic add"] * ("atomic add" in unlike)
+said = {
+    "lock per program": "under locks (the 64 of the next section)",
+    "atomic add": "with atomic adds",
+}
+lab.read(
+    "Each way ran a hundred times on one input. The last bits of `dw` differ from those of the "
+    "first run "
+    + " and ".join(f"in {runs_said(name)} {said[name]}" for name in together)
+    + f", and in {runs_said('partial sums')} with partial sums, because a second kernel adds these "
+    "in one order. (On another GPU the number of programs may differ, and with it the last bits.)"
+)
 
 # %%
 
@@ -861,30 +917,6 @@ lab.table(
     ],
     f"Which way to take; speeds in % of a copy, on {ways.provenance['gpu']}",
 ) if ways.rows else None
-
-# %%
-
-
-# Reading
-def runs_said(name):
-    count = unlike.get(name, nan)
-    return {0: "none", 99: "all 99"}.get(count, f"{count:.0f} of 99")
-
-
-together = ["lock per program"] + ["atomic add"] * ("atomic add" in unlike)
-said = {"lock per program": "under locks", "atomic add": "with atomic adds"}
-lab.read(
-    "Each way ran a hundred times on one input. The last bits of `dw` differ from those of the "
-    "first run "
-    + " and ".join(f"in {runs_said(name)} {said[name]}" for name in together)
-    + f", and in {runs_said('partial sums')} with partial sums, because a second kernel adds these "
-    "in one order. (On another GPU the number of programs may differ, and with it the last bits.) "
-    + (
-        "Where the last bits do not matter, an atomic add is as fast and shorter. "
-        if atomics > -2
-        else ""
-    )
-)
 
 # %%
 # .. raw:: html
@@ -928,9 +960,15 @@ share_of_sums = [  # two float32, written and read: 16 bytes; x, dy, dx: 6
 ] or [nan]
 narrow = of_sums.get(1024, {"rows of sums": nan})["rows of sums"]
 lab.read(
-    "`layer_norm`, the function that the book's package offers, uses partial sums. At 1,024 "
-    f"columns it launches {narrow:.0f} programs, whose sums, written and read, add "
-    f"{share_of_sums[0]:.1f} % to the bytes of `x`, `dy` and `dx` in bfloat16"
+    (
+        "Where the last bits do not matter, an atomic add is as fast and shorter. "
+        if atomics > -2
+        else ""
+    )
+    + "`layer_norm`, the function that the book's package offers, uses partial sums. At 1,024 "
+    f"columns it launches {narrow:.0f} programs, each of which takes two rows at a time. Their "
+    f"sums, written and read, add {share_of_sums[0]:.1f} % to the bytes of `x`, `dy` and `dx` in "
+    "bfloat16"
     + (
         "."
         if max(share_of_sums) <= share_of_sums[0]
@@ -962,14 +1000,17 @@ lab.together(
 )
 
 # %%
-# Is it the lock that costs, or that each program sums few rows? The kernel of ``layer_norm`` can
-# also take a lock. It differs from the small kernels: it takes 16-bit numbers, its programs can
-# share 64 buffers with a lock each (Triton's tutorial shares several, too), and it *loads ahead*,
-# which means that its next rows are copied into :term:`shared memory`, the fast storage of the SM,
-# while it works on a row.
+# Many rows or no lock: which matters more
+# ----------------------------------------
+#
+# The key idea has two halves, summing many rows and storing without a lock. The kernel of
+# ``layer_norm`` can do one without the other, because it can also take a lock. It differs from the
+# small kernels: it takes 16-bit numbers, its programs can share 64 buffers with a lock each, and it
+# *loads ahead*, which means that its next rows are copied into :term:`shared memory`, the fast
+# storage of the SM, while it works on a row. It has no atomic add.
 #
 # A *tile* is two rows of 1,024 columns, or one longer row. Where each program takes one tile, sums
-# are handed over *every tile*, and where it takes many, *once*. This kernel has no atomic add.
+# are handed over *every tile*, and where it takes many, *once*.
 
 
 # Measuring
@@ -1102,36 +1143,30 @@ if change:
         f"tile can do, adds {min(gains):.0f} to {max(gains):.0f} % to the speed (one change at a "
         "time, in the fold). "
     )
-lab.read(
-    f"At 1,024 columns, handing over once makes the locks {of_lock:.0f} times as fast as every "
-    f"tile, and partial sums {of_sums_alone:.0f} times. {apart}Which way the sums are handed over "
-    f"matters less: once, partial sums reach {at_once[1024][0]:.0f} % and the 64 locks "
-    f"{at_once[1024][1]:.0f} %, and at 8,192 columns {at_once[8192][0]:.0f} % and "
-    f"{at_once[8192][1]:.0f} %. "
-    + (
-        f"One lock in place of 64, though, reaches {change['one lock']['once']:.0f} % at 1,024 "
-        "columns."
-        if change
-        else ""
-    )
-)
-
-# %%
-
-# Reading
+behind = {
+    n: round(ours) - round(locks)
+    for n, (ours, locks) in at_once.items()
+    if locks == locks
+}
 tile_lock, tile_sums = (
     race_share[name, 8192] for name in ("lock per tile", "partial sums per tile")
 )
 lab.read(
-    (
-        f"Every tile at 8,192 columns, the locks win, {tile_lock:.0f} to {tile_sums:.0f} %; we did "
-        "not measure why. "
+    f"At 1,024 columns, handing over once makes the locks {of_lock:.0f} times as fast as every "
+    f"tile, and partial sums {of_sums_alone:.0f} times. {apart}The lock matters less: handing over "
+    f"once, 64 locks are {behind.get(1024, nan)} points behind partial sums, and at 8,192 columns "
+    f"{behind.get(8192, nan)}. "
+    + (
+        "Every tile at 8,192 columns, the locks even win; we did not measure why. "
         if tile_lock > tile_sums + 1
         else ""
     )
-    + "PyTorch's separate operations, all in bfloat16, reach "
-    f"{100 * race.share('simple_backward', columns=1024):.0f} %, where their bytes would allow "
-    "12 %."
+    + (
+        f"But a single lock reaches only {change['one lock']['once']:.0f} % at 1,024 columns, so "
+        "locks cost little only where they are many and rarely taken."
+        if change
+        else ""
+    )
 )
 
 # %%
@@ -1244,11 +1279,12 @@ lab.together(
 # How fast is it?
 # ---------------
 #
-# 100 % is again the bytes per second of a copy, which moves :math:`2 N` where the backward pass
-# moves :math:`3 N`. There are 32,768 rows up to 4,096 columns, and :math:`2^{27}` numbers in longer
-# rows. PyTorch is now ``F.layer_norm``, and torch.compile compiles it. Liger and quack are
-# libraries of open-source kernels. All are called through autograd, except quack, whose backward
-# kernels are called directly with a float32 weight. The host's time counts for none of them.
+# We compare the whole backward pass with what one would call otherwise. 100 % is again the bytes
+# per second of a copy, which moves :math:`2 N` where the backward pass moves :math:`3 N`. There are
+# 32,768 rows up to 4,096 columns, and :math:`2^{27}` numbers in longer rows. PyTorch is now
+# ``F.layer_norm``, and torch.compile compiles it. Liger and quack are libraries of open-source
+# kernels. All are called through autograd, except quack, whose backward kernels are called directly
+# with a float32 weight. The host's time counts for none of them.
 
 
 # Measuring
@@ -1316,11 +1352,6 @@ lab.plot(backward, "Backward, bfloat16", share=True, where={"dtype": "bfloat16"}
 
 # Reading
 in_dtypes = [{"dtype": "bfloat16"}, {"dtype": "float32"}]
-lab.read(backward.summary(**in_dtypes[0]))
-
-# %%
-
-# Reading
 losses = backward.losses(*in_dtypes)
 in_float32 = [
     100 * backward.share("Kernel Book", dtype="float32", columns=n) for n in COLUMNS
@@ -1335,10 +1366,11 @@ each = [
     for (library, dtype), found in by_library.items()
 ]
 lab.read(
-    f"In float32 it reaches {min(in_float32):.0f} % to {max(in_float32):.0f} %. "
+    f"{backward.summary(**in_dtypes[0])} In float32 it reaches {min(in_float32):.0f} % to "
+    f"{max(in_float32):.0f} %. "
     + (
-        f"In {len(losses)} of the {len(backward.points)} comparisons in both dtypes a library is "
-        f"ahead by more than 1 %: {'; '.join(each)}."
+        f"A library is ahead by more than 1 % in {len(losses)} of the {len(backward.points)} cases "
+        f"of both dtypes: {'; '.join(each)}."
         if losses
         else "In neither is a library ahead by more than 1 %."
     )
@@ -1360,9 +1392,8 @@ drop = [
     for n in (8192, 16384, 32768)
 ]
 lab.read(
-    f"In bfloat16 our kernel reaches {drop[0]:.0f} % at 8,192 columns, {drop[1]:.0f} % at 16,384, "
-    f"where no program waits for another, and {drop[2]:.0f} % at 32,768, where programs wait. Is "
-    "waiting the reason for the last fall?"
+    f"In bfloat16 our line falls from {drop[0]:.0f} % at 8,192 columns to {drop[1]:.0f} % at "
+    f"16,384 and {drop[2]:.0f} % at 32,768, and this section looks for the cause."
 ) if not drop[2] >= drop[1] - 5 else None
 
 # %%
@@ -1373,10 +1404,10 @@ lab.read(
 # are sums over all parts, which the programs tell each other through *slots* of memory, as in
 # :doc:`/chapters/softmax`, and so they wait for each other.
 #
-# In the last line of the table the same kernel runs on rows of 2,048 columns, which ``layer_norm``
-# would give to the kernel for whole rows. Each part is then a row of its own, and nobody waits.
-# Figures and table were timed separately, the table without the second kernel, so their numbers for
-# the same rows differ a little.
+# So shared rows may be slow because programs wait, or because less is loaded ahead. In the last
+# line of the table the same kernel runs on rows of 2,048 columns, so that each part is a row of its
+# own, and nobody waits. (The table was timed on its own and without the second kernel, so its
+# numbers differ a little from the figure's.)
 
 
 # Measuring
@@ -1428,7 +1459,7 @@ changed_rows = [
     for (rows, changed), row in zip(CHANGES, ahead.rows, strict=bool(ahead.rows))
 ]
 lab.table(
-    [changed_rows[place] for place in (0, 1, 5, 6)],
+    [changed_rows[place] for place in (0, 1, 2, 5, 6)],
     f"KiB that an SM has requested ahead, and speed, on {gpu}",
 ) if ahead.rows else ahead
 
@@ -1438,22 +1469,26 @@ lab.table(
 # Reading
 def ahead_said():
     speeds = [row["% of a copy"] for row in ahead.rows] or [nan] * 7
-    three, none, _, _, _, four, alone = speeds
-    kib = [row["KiB ahead"] for row in ahead.rows] or [nan] * 7
+    three, none, packed, _, _, four, alone = speeds
     said = (
         f"Waiting costs {alone - four:.0f} points: parts that are rows of their own reach "
         f"{alone:.0f} %. "
         if alone - four >= 5
-        else "Waiting is not the cause, because parts that are rows of their own reach "
-        f"{alone:.0f} %, no more than the {four:.0f} % of shared rows. "
+        else "Waiting is not the cause, because parts that are rows of their own are no faster "
+        "than shared rows. "
     )
     if three - none >= 10:
-        said += f"Without loads ahead, whole rows fall from {three:.0f} to {none:.0f} %"
+        said += f"Loading nothing ahead costs whole rows {three - none:.0f} points"
         said += (
-            f". That is still more than shared rows reach with {kib[5]:.0f} KiB loaded ahead, so "
-            "something else holds this kernel back, and what it is remains open. "
-            if none > four
+            ", and packed rows, which load nothing ahead either, lose no more. "
+            if packed >= none
             else ". "
+        )
+        said += (
+            "But even then whole rows are faster than shared rows, so something else holds these "
+            "back, and what it is remains open. "
+            if none > four
+            else ""
         )
     quack = 100 * backward.share("quack", dtype="float32", columns=16384)
     ours = 100 * backward.share("Kernel Book", dtype="float32", columns=16384)
@@ -1604,7 +1639,7 @@ torch.testing.assert_close(xhat @ dx[0], eps * r**3 * (xhat @ (w * dy)))
 #   ASPLOS 2019.
 # - Triton. `Layer normalization
 #   <https://triton-lang.org/main/getting-started/tutorials/05-layer-norm.html>`__, a tutorial. Its
-#   programs take a lock for every row, which was not timed here.
+#   programs share several locks and take one for every row, which was not timed here.
 
 # Closing
 reached = [backward.share("Kernel Book", dtype="bfloat16", columns=n) for n in COLUMNS]

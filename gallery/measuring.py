@@ -42,8 +42,9 @@ lab.start("measuring", "kernelbook.ops.dropout", "kernelbook.ops.softmax")
 # Five ways to time one call
 # --------------------------
 #
-# We time the softmax of :doc:`a later chapter </chapters/softmax>`, in bfloat16: it reads a
-# matrix once and writes one as large. The obvious way reads the clock before a call and after it.
+# To make a kernel faster you first need a time that is the kernel's alone. We time the softmax of
+# :doc:`a later chapter </chapters/softmax>`, in bfloat16: it reads a matrix once and writes one as
+# large. The obvious way reads the clock before a call and after it.
 
 
 def clock(run):
@@ -96,7 +97,7 @@ def events(run, before=lambda: None):
 # Even this can measure the host. When the queue is empty, the GPU reaches the first event at once
 # and then waits until the host has launched the kernel, and the wait counts. So give the GPU
 # something else to do before the first event, a *pause*, while the host queues what follows
-# (``before`` is for that).
+# (``before`` is for that). In the picture, the orange span is what each way measures.
 #
 # .. image:: /figures/measuring-timelines.svg
 #    :alt: Timelines of the host and the GPU for four ways of timing. The clock stops when the host
@@ -105,13 +106,11 @@ def events(run, before=lambda: None):
 #          in which the GPU waits for the host. After a pause, both events and the kernel are queued
 #          before the GPU comes to them, and the events enclose the kernel alone.
 #
-# The orange span is what each way measures.
-#
-# The previous run leaves one more effect: a small input is still in the :term:`L2` cache, where the
-# next run finds it. In a model it may be there or not, and we time the colder case: overwrite the
-# cache before the pause, with more zeros than any L2 holds. This is the fifth way and our choice,
-# here as one function, to copy. Its pause, ``torch.cuda._sleep``, is private to PyTorch and counts
-# clock cycles: two million take about a millisecond, longer than the host needs to queue the call.
+# One effect of the previous run remains: a small input may still be in the :term:`L2` cache. In a
+# model it may be there or not, and we time the cold case, so the fifth way overwrites the cache
+# before the pause, with more zeros than any L2 holds. Here it is as one function, to copy. Its
+# pause, ``torch.cuda._sleep``, is private to PyTorch and counts clock cycles: two million take
+# about a millisecond, longer than the host needs to queue the call.
 
 import statistics
 
@@ -204,11 +203,8 @@ def bars_in_words(columns, unit):
     return words
 
 
-def bars(columns, unit, aside=False):
-    """Draw a bar for each row of a table and each of some columns, which have labels.
-
-    The numbers stand at the ends of the bars, or aside, at the right edge.
-    """
+def bars(columns, unit):
+    """Draw a bar for each row of a table and each of some columns, which have labels."""
 
     def how(axes, rows):
         each = 0.8 / len(columns)
@@ -223,10 +219,8 @@ def bars(columns, unit, aside=False):
             axes.barh(places, found, 0.9 * each, color=ink, label=label)
             for place, value in zip(places, found, strict=True):
                 axes.annotate(
-                    f"{value:,.1f}".replace("-", "−"), (1 if aside else max(value, 0), place),
-                    (36 if aside else 4, 0), textcoords="offset points", va="center",
-                    ha="right" if aside else "left", fontsize=10,
-                    xycoords=axes.get_yaxis_transform() if aside else "data",
+                    f"{value:,.1f}".replace("-", "−"), (max(value, 0), place),
+                    (6, 0), textcoords="offset points", va="center", fontsize=10,
                 )  # fmt: skip
         axes.set_yticks(range(len(rows)), [next(iter(row.values())) for row in rows])
         axes.set(xlabel=unit)
@@ -250,13 +244,7 @@ lab.draw(
 
 # %%
 
-# Folded: The numbers, also of a call that does nothing
-five_ways
-
-# %%
-
-
-# Reading
+# Measuring
 nan = float("nan")
 
 
@@ -274,26 +262,45 @@ large, small = (
 best = "events, pause and flush"
 paused = "events after a pause"
 nothing = {way: cell(five_ways, way, "nothing, µs") for way in WAYS}
-added = large["clock and wait"] - large[best]
+
+# %%
+
+# Folded: The numbers, also of a call that does nothing
+lab.together(
+    five_ways,
+    lab.read(
+        f"Around a call that does nothing, `clock_and_wait` shows {nothing['clock and wait']:.0f} "
+        f"µs and two events without a pause {nothing['events']:.0f}. The rest of what the host "
+        "adds to a softmax we have not separated into steps."
+    ),
+)
+
+# %%
+
+# Reading
+added = [
+    found[way] - found[paused]
+    for way in ("clock and wait", "events")
+    for found in (large, small)
+]
 lab.read(
-    f"The large softmax takes {large[best]:.0f} µs; `clock_and_wait` shows {added:.0f} too many. "
-    f"Two events without a pause add {large['events'] - large[paused]:.0f} µs to the large one and "
-    f"{small['events'] - small[paused]:.0f} to the small one. All of that is the host's, because "
-    "it is gone after a pause; which step of the host takes how long we have not separated."
+    f"`clock_and_wait` and two events without a pause show {min(added):.0f} to {max(added):.0f} µs "
+    "more than events after a pause, for the large softmax as for the small one. The difference is "
+    "the host's, because it is gone when the host works during a pause."
 )
 
 # %%
 
 # Reading
 lab.read(
-    "For the small softmax nearly all of the time is the host's: after a pause and from a cold "
-    f"cache only {small[best]:.1f} µs are left. Two events with nothing between them are "
-    f"{nothing[best]:.1f} µs apart already (see the fold), and we do not subtract that, because a "
-    "kernel may overlap its events. So read a time below some 20 µs as an upper bound."
+    f"Of the small softmax only {small[best]:.1f} µs are left in the fifth way. Two events with "
+    f"nothing between them are {nothing[best]:.1f} µs apart already (see the fold), and we do not "
+    "subtract these, because a kernel may overlap its events. So read a time below some 20 µs as "
+    "an upper bound."
 )
 
 # %%
-# Most figures of this book are timed in the last way, because they compare kernels. A user who
+# Most figures of this book are timed in the fifth way, because they compare kernels. A user who
 # waits for one answer waits for the host too, and ``clock_and_wait`` is then the honest way.
 #
 # **Is it right?** A kernel that does half of the work is fast. So before you time one, compare it
@@ -355,9 +362,10 @@ assert by_way["float16", "float32"] == by_way["float16, cast first", "float32"]
 
 # Reading
 lab.read(
-    f"0.01, added a thousand times in bfloat16, makes {float(by_way['bfloat16', 'bfloat16']):.0f} "
-    f"instead of 10, and {by_way['bfloat16', 'float32']} with an accumulator, the variable in "
-    "which it is added up, in float32. So numbers may be stored in 16 bits, but sums belong in 32."
+    "A common error is a sum in too few bits. Add 0.01 a thousand times: the accumulator, which "
+    f"holds the sum, ends at {float(by_way['bfloat16', 'bfloat16']):.0f} instead of 10 if it is in "
+    f"bfloat16, and at {by_way['bfloat16', 'float32']} in float32. So numbers may be stored in 16 "
+    "bits, but sums belong in 32."
 )
 
 # %%
@@ -385,8 +393,8 @@ lab.together(
 # Pay the host once: CUDA graphs
 # ------------------------------
 #
-# A call costs the host tens of microseconds of Python: it checks arguments, allocates the output
-# and launches the kernel.
+# A small kernel costs more on the host than on the GPU, because each call takes tens of
+# microseconds of Python, which checks arguments, allocates the output and launches the kernel.
 
 
 # Measuring
@@ -524,17 +532,8 @@ def host_bars(axes, rows):
 
 # %%
 
-# Reading
-fastest, slowest = (cell(in_a_row, 1000, column) for column in ("fastest", "slowest"))
-lab.read(
-    "The host is also less steady than the GPU: five repeats of a thousand calls of the small "
-    f"softmax cost it {fastest:.0f} to {slowest:.0f} µs per call, and `clock` above shows "
-    f"{large['clock']:.0f} and {small['clock']:.0f} for the same code."
-)
-
-# %%
-
 # Folded: Where the host's time goes, and one call alone beside many in a row
+fastest, slowest = (cell(in_a_row, 1000, column) for column in ("fastest", "slowest"))
 took = {
     name: cell(host, name, "µs")
     for name in (
@@ -570,6 +569,11 @@ lab.together(
         "share one wait, and the GPU works while the host queues the next:"
     ),
     in_a_row,
+    lab.read(
+        "The host is also less steady than the GPU: five repeats of a thousand calls cost it "
+        f"{fastest:.0f} to {slowest:.0f} µs per call, and `clock` above shows "
+        f"{large['clock']:.0f} and {small['clock']:.0f} for the same code."
+    ),
 )
 
 # %%
@@ -640,23 +644,23 @@ gains = [singly[rows] / as_graph[rows] for rows in bound]
 by_host = [singly[rows] for rows in bound]
 lab.read(
     f"Up to {bound[-1]:,} rows the graph is {min(gains):.0f} to {max(gains):.0f} times as fast, "
-    f"because one call replaces ten; on {many:,} rows it gains "
-    f"{100 * (1 - as_graph[many] / singly[many]):.0f} %, because there the kernels take longer "
-    "than their launches."
+    "because one call replaces ten"
     + (
-        f" (One by one, all up to {bound[-1]:,} rows should take about as long; that they do not "
-        "is presumably the unsteady host.)"
+        " (that one by one they do not take equal time is presumably the host, which is unsteady: "
+        "see the fold)"
         if max(by_host) > 1.2 * min(by_host)
         else ""
     )
+    + f". On {many:,} rows it gains {100 * (1 - as_graph[many] / singly[many]):.0f} %. So a graph "
+    "pays for kernels that are shorter than their launches."
 )
 
 # %%
 # The first calls
 # ---------------
 #
-# One good time is not yet a claim, because other things move it. The first is compilation, which is
-# why ``gpu_time`` throws five calls away. We time four functions from their first call to their
+# A call can take seconds and say nothing about the kernel, because the first call compiles; hence
+# ``gpu_time`` throws five calls away. We time four functions from their first call to their
 # tenth: softmax's kernel; dropout's, chosen from nine configurations (:term:`autotuning`); a
 # softmax under ``torch.compile``; and a matmul of :term:`cuBLAS`. Guess: which first call takes
 # longest?
@@ -742,8 +746,8 @@ lab.read(
     )
     + f"{times[slowest_first][0] / 1e3:.1f} seconds, about {round(ratio_of_first, -4):,.0f} times "
     "the tenth call. (We had Triton compile anew; usually it finds compiled kernels on disk.) The "
-    "kernels of cuBLAS come compiled, but its first call takes "
-    f"{times['matmul'][0]:.0f} ms, presumably because it sets the library up."
+    "kernels of cuBLAS come compiled; its first call is slow presumably because it sets the "
+    "library up."
     + (
         " Each second call is still slower than the tenth."
         if all(found[1] > 1.1 * found[-1] for found in times.values())
@@ -758,8 +762,8 @@ lab.read(
 # Cold and warm
 # -------------
 #
-# To see what the flush is worth, we copy tensors of growing size, from a cold cache and from a warm
-# one. Guess: at which size does the cache help a copy most?
+# To see for which inputs the flush matters, we copy tensors of growing size, from a cold cache and
+# from a warm one. Guess: at which size does the cache help a copy most?
 
 
 def copies():
@@ -842,8 +846,8 @@ lab.read(
 # Ready-made loops
 # ----------------
 #
-# A loop must keep two things out of a time: the host, by a pause, and the cache, by a flush. Triton
-# and PyTorch bring loops of their own, and we time three softmaxes in each.
+# You need not write a loop, because Triton and PyTorch bring some. They differ in what they keep
+# out of a time: the host, by a pause, and the cache, by a flush. We time three softmaxes in each.
 
 
 # Measuring
@@ -952,20 +956,24 @@ flushed, graphed, by_book, by_events, by_timer = map(
     ),
 )
 by_the_host = by_events + by_timer
+spans = numpy.ceil(100 * (max(all_large) / min(all_large) - 1))
 lab.read(
-    f"On the large input all agree within {100 * (max(all_large) / min(all_large) - 1):.0f} %. On "
-    f"the other two, the first two loops show {min(by_the_host):.0f} to {max(by_the_host):.0f} µs, "
-    "the pace of the host"
-    + (", quicker here than above," if max(by_the_host) < fastest else ",")
-    + f" for kernels of {by_book[0]:.0f} and {by_book[1]:.0f}. `do_bench` has "
-    "no pause, but its flush keeps the GPU busy while the host queues the kernel"
+    f"On the large input all agree within {spans:.0f} %. On the others, the first two loops show "
+    f"{min(by_the_host):.0f} to {max(by_the_host):.0f} µs for kernels of {by_book[0]:.0f} and "
+    f"{by_book[1]:.0f}, because they run at the pace of the host"
+    + (
+        ", which is quicker in a long series than for the single calls above"
+        if max(by_the_host) < small["clock"]
+        else ""
+    )
+    + ". `do_bench` has no pause, but its flush keeps the GPU busy while the host queues the kernel"
     + (
         f", too briefly here: all but {by_book[0]:.0f} of its {flushed[0]:.0f} µs are the host's."
         if flushed[0] > 1.2 * by_book[0]
         else ", long enough for this launch."
     )
-    + f" `do_bench_cudagraph` finds {graphed[0]:.1f} and {graphed[1]:.1f} µs, because its input is "
-    "in the cache and no event stands between two runs."
+    + " `do_bench_cudagraph` shows the least, because its input is in the cache and no event "
+    "stands between two runs."
 )
 
 # %%
@@ -1120,21 +1128,22 @@ def load_in_words(rows):
 
 def load_bars(axes, rows):
     turns = "; the line: over the turns" if "slower, most, %" in rows[0] else ""
-    bars({"slower, %": ""}, f"% longer than rested{turns}", aside=True)(axes, rows)
+    bars({"slower, %": ""}, f"% longer than rested{turns}")(axes, rows)
     for place, row in enumerate(rows):
         if "slower, most, %" in row:  # from the least of the turns to the most
             ends = row["slower, least, %"], row["slower, most, %"]
             axes.plot(ends, [place] * 2, "|-", color="#1f2328", linewidth=1)
     names = [
-        f"{row['work']}\nbusy: {row['busy, µs']:,.0f} µs, {row['power, W']:.0f} W, "
-        f"{row.get('busy, MHz', row['SM clock, MHz']):,.0f} MHz"
+        f"{row['work']}\n{row['power, W']:.0f} W, "
+        + (f"{row['rested, MHz']:,} to " if "rested, MHz" in row else "")
+        + f"{row.get('busy, MHz', row['SM clock, MHz']):,.0f} MHz"
         if isinstance(row["power, W"], float)
         else row["work"]
         for row in rows
     ]
     axes.figure.set_size_inches(5.2, 3.2)
     axes.set_yticks(range(len(rows)), names, ha="left", multialignment="left")
-    axes.tick_params(axis="y", pad=192)
+    axes.tick_params(axis="y", pad=160)
     axes.spines["left"].set_visible(False)  # the line at zero is the one to look at
     axes.axvline(0, color=lab.colour("copy"), linewidth=1)
 
@@ -1195,26 +1204,16 @@ reason = works[names[0]].get("reason", "not readable")
 by_clock = 100 * (from_mhz[names[0]] / to_mhz[names[0]] - 1)
 lab.read(
     f"On a busy GPU the matmul of random numbers takes {slower[names[0]]:.1f} % longer"
-    + (
-        f", and its clock, counted after each batch, falls {clock_falls(names[0])}"
-        if clock_falls(names[0])
-        else ""
-    )
+    + (", and its clock falls" if clock_falls(names[0]) else "")
     + (
         f", for which `nvidia-smi` names the {reason}"
         if clock_falls(names[0]) and reason not in ("not readable", "none")
         else ""
     )
     + (
-        f" ({watts[names[0]]:.0f} W of {limit[names[0]]:.0f})."
-        if limit[names[0]] > 0 and watts[names[0]] > 0
+        f": it draws nearly the {limit[names[0]]:.0f} W that the GPU may."
+        if watts[names[0]] > 0.95 * limit[names[0]]
         else "."
-    )
-    + (
-        f" If the time followed that clock, it would be {by_clock:.0f} %; why it is less we do not "
-        "know."
-        if by_clock > slower[names[0]] + 3
-        else ""
     )
     + (
         " The copies get slightly faster."
@@ -1228,22 +1227,21 @@ lab.read(
 # Reading
 low = watts[names[1]] < 0.9 * watts[names[0]]
 lab.read(
-    f"Busy, the matmul of zeros takes {zeros:,.0f} µs where that of random numbers takes "
+    f"The busy matmul of zeros takes {zeros:,.0f} µs where that of random numbers takes "
     f"{random:,.0f}"
     + (
-        f". It draws only {watts[names[1]]:.0f} W, presumably because bits that do not change cost "
-        "little power"
+        ", and draws far less power, presumably because bits that do not change cost little"
         if low
         else ""
     )
-    + ". So **never time a matmul on zeros**, or on memory that nobody has filled."
+    + "."
     + (
         " (Its clock falls too, and so far below the limit we do not know why.)"
         if low and clock_falls(names[1])
         else ""
     )
-    + " Read the clock beside a time: `nvidia-smi -q -d CLOCK,PERFORMANCE` shows it, and what "
-    "holds it down."
+    + " So **never time a matmul on zeros**, or on memory that nobody has filled, and read the "
+    "clock beside a time: `nvidia-smi -q -d CLOCK,PERFORMANCE` shows it, and what holds it down."
     if random > 1.02 * zeros
     else f"The busy matmul takes {random:,.0f} µs on random numbers and {zeros:,.0f} on zeros, so "
     "that on this machine the numbers hardly matter. To see whether a clock falls, and why, ask "
@@ -1259,6 +1257,12 @@ lab.together(
     lab.read(
         "The power comes from `nvidia-smi`, the clock from how long a pause of known cycles takes "
         "after each batch. "
+        + (
+            "If the time of the matmul of random numbers followed its clock, it would be "
+            f"{by_clock:.0f} % longer; why it is less we do not know. "
+            if by_clock > slower[names[0]] + 3
+            else ""
+        )
         + (
             f"The clock of the matmul of zeros falls {clock_falls(names[1])} at "
             f"{watts[names[1]]:.0f} W"
@@ -1304,7 +1308,8 @@ lab.together(
 # Which difference is real?
 # -------------------------
 #
-# Equal runs do not take equal time, so we make 2,000 of one softmax.
+# If one kernel takes 2 % less time than another, that may be chance, because equal runs do not take
+# equal time. Here are 2,000 of one softmax.
 
 
 PERCENT = (0, 1, 2, *range(5, 100, 5), 98, 99, 100)
@@ -1335,19 +1340,37 @@ def sorted_runs(rows):
     return f"The time that a share of the runs did not exceed, in µs: {found}."
 
 
-def curve(axes, rows):
+def dots(axes, rows, runs=50):
+    """One dot for each so many of the 2,000 runs, stacked where they take about as long."""
     times, ours = at_most(rows), lab.colour("Kernel Book")
+    shares = numpy.arange(runs / 40, 100, runs / 20)
+    width = (times[95] - times[0]) / 20
+    found = numpy.interp(shares, list(times), list(times.values()))
+    stacks = numpy.floor((found - times[0]) / width)
+    heights = [sum(stacks[:place] == stack) for place, stack in enumerate(stacks)]
+    axes.figure.set_size_inches(5.4, 2.5)
     axes.axvspan(times[20], times[80], color=ours, alpha=0.15, linewidth=0)
-    far = times[100] > 1.5 * times[50]  # the slowest would squeeze all others
-    shown = {share: took for share, took in times.items() if share < 100 or not far}
-    axes.plot(shown.values(), shown.keys(), color=ours)
+    axes.axvline(times[50], color=ours, linewidth=1.5)
+    axes.plot(times[0] + (stacks + 0.5) * width, heights, "o", color=ours, ms=8)
     for share in (20, 50, 80):
-        axes.plot(times[share], share, "o", color=ours)
         axes.annotate(
-            f"p{share}", (times[share], share), (7, -11), textcoords="offset points"
-        )
-    axes.set(xlabel="µs, by events, pause and flush", ylabel="% of the runs", ylim=0)
+            f"p{share}", (times[share], 1), (0, 3), textcoords="offset points",
+            ha="center", xycoords=axes.get_xaxis_transform(),
+        )  # fmt: skip
+    axes.set(
+        xlabel=f"µs, by events, pause and flush; a dot is {runs} runs",
+        yticks=[], ylim=(-0.8, max(heights) + 0.8),
+    )  # fmt: skip
+    axes.grid(visible=False)
+    axes.spines["left"].set_visible(False)
 
+
+lab.draw(
+    spread,
+    "How long 2,000 runs of a softmax of 4,096 × 4,096 took",
+    sorted_runs,
+    dots,
+)
 
 # %%
 
@@ -1363,21 +1386,20 @@ def strays(n, draws=1000):
 
 
 IN_ALL = ROUNDS * MOST_REPEATS  # the most runs behind a point of the book
-SAMPLES = (5, 20, 100, IN_ALL)
+SAMPLES = (20, IN_ALL)
 by_median = [strays(n) if spread.rows else nan for n in SAMPLES]
 
 # %%
 
 # Reading
 times = at_most(spread.rows) or dict.fromkeys(PERCENT, nan)
-beyond = {share: 100 * (times[share] / times[50] - 1) for share in (80, 100)}
+beyond = 100 * (times[100] / times[50] - 1)
 lab.read(
-    f"One run in five takes at least {beyond[80]:.1f} % longer than the median, and the slowest "
-    f"{beyond[100]:.0f} %. Such runs pull the mean up, but hardly the median. So this "
-    "book reports the median, **p50**, and shows the spread as the band from **p20** to **p80**. "
-    "How many runs does a median need? In 95 of 100 samples from these runs, the median of "
-    f"{SAMPLES[0]} lies within {by_median[0]:.1f} % of that of all, of {SAMPLES[1]} within "
-    f"{by_median[1]:.1f}, and of {SAMPLES[3]}, as in this book, within {by_median[3]:.1f}."
+    f"The slowest run takes {beyond:.0f} % longer than the median. Such runs pull the mean up, but "
+    "hardly the median, so this book reports the median, **p50**, and shows the spread as the band "
+    "from **p20** to **p80**. More runs make a median surer: in 95 of 100 samples from these runs, "
+    f"the median of {SAMPLES[0]} lies within {by_median[0]:.1f} % of that of all, and of "
+    f"{SAMPLES[1]}, as in this book, within {by_median[1]:.1f} %."
 )
 
 # %%
@@ -1430,10 +1452,9 @@ apart = {
 worst = apart["fixed"].index(max(apart["fixed"]))
 twins = by_order.rows[worst] if by_order.rows else {}
 lab.read(
-    "More runs do not help against what outlasts them all, such as a low clock that another kernel "
-    "has left. We time one kernel under two names in long batches, once in a **fixed order** (a "
-    "large matmul, A, B) and once in an order drawn anew for each round:"
-    + ("" if by_order.rows else f" {nan}")
+    "More runs do not help if all of them come after the same other kernel. We time one kernel "
+    "under two names in long batches, once in a **fixed order** (a large matmul, A, B) and once in "
+    "an order drawn anew for each round:" + ("" if by_order.rows else f" {nan}")
 )
 
 # %%
@@ -1457,9 +1478,9 @@ lab.table(
 # Reading
 lab.read(
     "A comes right after the large matmul, and the order alone makes it differ from itself by "
-    f"{max(apart['fixed']):.1f} %."
+    f"{max(apart['fixed']):.1f} %, presumably because the matmul has lowered the clock."
     + (
-        " (A large softmax in its place shows no such difference.)"
+        " (A large softmax as A and B shows no such difference.)"
         if min(apart["fixed"]) < 0.5
         else ""
     )
@@ -1526,7 +1547,7 @@ lab.read(
     + (
         " It does not hold from one occasion to another: the fifth way found "
         f"{occasions[0]:.1f} µs for the small softmax at the beginning of this page, and "
-        f"{occasions[1]:.1f}, as `gpu_time`, beside the ready-made loops."
+        f"{occasions[1]:.1f} beside the ready-made loops. So compare only what one loop has timed."
         if max(occasions) > (1 + counts_as_none / 100) * min(occasions)
         else ""
     )
@@ -1534,17 +1555,10 @@ lab.read(
 
 # %%
 
-# Folded: The 2,000 runs, the loop of this book, and its A/A test
+# Folded: The loop of this book, and its A/A test
 lab.together(
-    lab.draw(
-        spread,
-        "How long 2,000 runs of a softmax of 4,096 × 4,096 took",
-        sorted_runs,
-        curve,
-    ),
     lab.read(
-        "For each time, the curve says what share of the runs took at most that long; it is drawn "
-        f"through {len(PERCENT)} of its points. The book's "
+        f"The dots are placed by {len(PERCENT)} recorded percentiles of the runs. The book's "
         f"loop makes {ROUNDS} rounds of {MOST_REPEATS} runs, or of {REPEAT_MS} milliseconds of "
         "kernel time where that is less:"
     ),
@@ -1557,10 +1571,10 @@ lab.together(
 # The roofline
 # ------------
 #
-# Is the time good? The weighted sum of :doc:`the first chapter </chapters/first_kernel>` multiplies
-# and adds once for each number of 2 bytes, and until the next number arrives the GPU could do many
-# such operations, so memory sets its pace. Attention uses each number hundreds or thousands of
-# times, so the
+# To tell whether a time is good, ask for the shortest that the hardware allows. The weighted sum of
+# :doc:`the first chapter </chapters/first_kernel>` multiplies and adds once for each number of 2
+# bytes, and until the next number arrives the GPU could do many such operations, so memory sets its
+# pace. Attention uses each number hundreds or thousands of times, so the
 # :term:`matrix units <matrix unit>` set it.
 #
 # In general, let a kernel move :math:`Q` bytes and do :math:`W` floating-point operations (FLOPs),
@@ -1581,8 +1595,8 @@ lab.together(
 #
 # **What breaks it: counting the wrong bytes.** :math:`Q` is what the job needs, and not what one
 # program for it happens to move. The five PyTorch operations at the beginning of
-# :doc:`/chapters/softmax` read and write eight matrices, where the job needs two. Count all eight,
-# and the waste counts as speed.
+# :doc:`/chapters/softmax` read and write eight matrices, where the job needs two. If we count all
+# eight, the waste passes for speed.
 
 
 # Measuring
@@ -1627,8 +1641,8 @@ text = "The chapter on softmax has no record yet, so there is nothing to compare
 if results.find("softmax"):
     claimed, real, book = softmax_speeds()
     text = (
-        f"With 4,096 columns, the five operations then claim {claimed:,.0f} GB/s. By the bytes of "
-        f"the job they reach {real:,.0f}, and the book's kernel {book:,.0f}."
+        f"With 4,096 columns, the five operations seem to reach {claimed:,.0f} GB/s. By the bytes "
+        f"of the job they reach {real:,.0f}, and the book's kernel {book:,.0f}."
     )
 lab.read(text)
 
@@ -1714,11 +1728,6 @@ def operators_in_words(rows):
 
 
 LOOKS = {"": ("o", "forward"), "back": ("s", "backward"), "in FP8": ("D", "in FP8")}
-BESIDE = {  # where the name of each stands from its point, and which end of it
-    "attention": ((7, -5), "left"),
-    "attention, back": ((0, -14), "center"),
-    "attention, in FP8": ((8, 21), "center"),
-}  # the others lie on one line, and the next figure names each
 
 
 def of_family(name):
@@ -1765,9 +1774,11 @@ def roofline(axes, rows):
         hollow = {"markerfacecolor": "none"} if kind == "back" else {}
         ink = lab.colour(family)
         axes.plot(*point, LOOKS[kind][0], color=ink, ms=6, **hollow)
-        if name in BESIDE:
-            away, side = BESIDE[name]
-            axes.annotate(name, point, away, ha=side, color=ink, fontsize=10, **near)
+        if name == "attention":
+            axes.annotate(
+                "attention, forward,\nbackward, in FP8", point, (0, -26), ha="center",
+                color=ink, fontsize=10, **near,
+            )  # fmt: skip
     axes.set(
         xlabel="FLOPs per byte", ylabel="TFLOP/s", xlim=(left, right), ylim=(0.3, 3000)
     )
@@ -1856,24 +1867,23 @@ in_fp8, back = (
     max((share for _, share in placed.get(name, ())), default=nan)
     for name in ("attention, in FP8", "softmax, back")
 )
-backward = [share for _, share in placed.get("attention, back", [(nan, nan)])]
 levels = (results.find("first_kernel") or {"tables": {}})["tables"].get(
     "The levels of memory: size, speed, latency", {"columns": [], "rows": []}
 )
 read_alone = next((row[2] for row in levels["rows"] if row[0] == "HBM"), nan)  # TB/s
 reads_faster = 1e3 * read_alone > 1.05 * beta
 lab.read(
-    f"Attention comes less near: to {top:.0f} % at best, and to {lowest[1]:.0f} %"
-    + (" on its shortest sequences" if shortest else " at worst")
-    + f"; its backward pass reaches {span(backward)} %."
+    f"Attention comes less near its roof, to between {lowest[1]:.0f} % "
+    + ("on its shortest sequences" if shortest else "at worst")
+    + f" and {top:.0f} % at best, so it has most to gain."
     + (
-        f" In FP8 it reaches {in_fp8:.0f} % at best, of a roof twice as high: NVIDIA states twice "
-        "the speed for FP8, and we have not measured it."
+        " (The roof of FP8 is twice as high, because NVIDIA states twice the speed; we have not "
+        "measured it.)"
         if in_fp8 > 0
         else ""
     )
     + (
-        f" Softmax's backward pass passes a copy by {back - 100:.0f} %: it reads more than it "
+        " Softmax's backward pass passes a copy, which is possible because it reads more than it "
         "writes (see the fold)."
         if back > 101 and reads_faster
         else ""
@@ -1984,14 +1994,20 @@ limited = lab.bench(
 lab.table(
     [
         {
-            "at most": row["case"].replace("Kernel Book", "no limit"),
+            "limit": row["case"].replace("Kernel Book", "no limit"),
             "registers": row["registers"],
             "spills": row["spills"],
             "µs": f"{1e3 * limited.milliseconds_at(row['case']):.0f}",
             "% of a copy": round(100 * limited.share(row["case"])),
         }
+        for name in (
+            "Kernel Book",
+            "64 registers",
+            "32 registers",
+            "32 registers, 4 warps",
+        )
         for row in facts.rows
-        if row["case"] != "48 registers"
+        if row["case"] == name
     ],
     "A softmax of 32,768 × 4,096, beside a copy as large",
 )
@@ -2008,15 +2024,15 @@ untouched, tight, spread_out = (
     for name in ("Kernel Book", "32 registers", "32 registers, 4 warps")
 )
 lab.read(
-    f"Left alone, the compiler takes {needs:.0f} registers for each thread. With 32 it spills to "
-    f"{spilled:.0f} places of 32 bits per thread"
+    f"Without a limit, the compiler takes {needs:.0f} registers for each thread. With 32 it spills "
+    f"to {spilled:.0f} places of 32 bits per thread"
     + (
         f", and the kernel takes {untouched / tight:.1f} times as long. "
         if tight < 0.95 * untouched
         else ", and the kernel is as fast all the same. "
     )
-    + "It helps to give each thread fewer values to hold: under the same limit, twice as many "
-    f"warps reach {spread_out:.0f} %."
+    + "With twice as many warps each thread holds half as many values, and the kernel reaches "
+    f"{spread_out:.0f} % of a copy under the same limit."
 )
 
 # %%
@@ -2283,16 +2299,16 @@ read, twice, written = (
     count("written to HBM") / 1e6,
 )
 found = (
-    "`row` reads what it must on paper"
+    "`row` moves what it must on paper"
     + (
-        f", and writes it but for some {round(paper) - round(written)} MB, which are probably "
-        "still in L2 when it ends"
+        f" (some {round(paper) - round(written)} MB of its output are probably still in L2 when it "
+        "ends)"
         if paper - written > 0.02 * paper
         else ""
     )
-    + f". It keeps HBM busy at {count('HBM, of its peak'):.0f} % of its peak, which is as good as "
-    f"full, because `row` came to {untouched:.0f} % of a copy above. The SMs are at "
-    f"{count('SMs, of their peak'):.0f} %, so it waits for memory, as its place on the roofline "
+    + f". HBM is busy at {count('HBM, of its peak'):.0f} %, which is as good as full, because "
+    f"`row` came to {untouched:.0f} % of a copy above. The SMs are at "
+    f"{count('SMs, of their peak'):.0f} %, so `row` waits for memory, as its place on the roofline "
     "says. "
     if read < 1.02 * paper
     else f"`row` reads {read:.0f} MB from HBM, where {paper:.0f} would do. "
@@ -2302,11 +2318,7 @@ found = (
     else f"`online` reads {twice:.0f} MB, some bytes twice"
 )
 both = [count(what, "online") for what in ("HBM, of its peak", "SMs, of their peak")]
-found += (
-    f"; it keeps both busy, HBM at {both[0]:.0f} and the SMs at {both[1]:.0f} %."
-    if min(both) > 60
-    else "."
-)
+found += "; it keeps both HBM and the SMs busy." if min(both) > 60 else "."
 if "absent" in counts:
     found = f"On this machine they could not be read: {counted.rows[0]['counter']}."
 lab.read(found)
@@ -2320,9 +2332,8 @@ share = slow.get("HBM, of its peak", nan)
 found = ""
 if moved > 1.2 * 2 * paper:
     found = (
-        f"And our slow kernel? It moves {moved:,.0f} MB through HBM, {moved / 2 / paper:.1f} times "
-        "what its job needs. The rest can only be what the threads spill, which did not stay in "
-        "the caches. "
+        f"The slow kernel moves {moved / 2 / paper:.1f} times the bytes that its job needs, "
+        "because much of what its threads spill passes through HBM (see the fold). "
         + (
             f"HBM is busy at {share:.0f} %, so **busy alone proves nothing**: compare the bytes "
             "with those on paper."
@@ -2332,8 +2343,8 @@ if moved > 1.2 * 2 * paper:
     )
 elif moved > 0:
     found = (
-        f"And our slow kernel? HBM moves hardly more than on paper, {moved:,.0f} MB, and is busy "
-        f"at only {share:.0f} %, so the spilled values stay in the caches: {local:,.0f} MB pass "
+        f"For the slow kernel HBM moves hardly more than on paper, {moved:,.0f} MB, and is busy at "
+        f"only {share:.0f} %, so the spilled values stay in the caches: {local:,.0f} MB pass "
         "through L1 on their account."
     )
 lab.read(found) if found else None
@@ -2369,8 +2380,8 @@ lab.together(
 )
 
 # %%
-# So four numbers, beside what you count on paper, tell where to search. Busy means here more than
-# about 60 % of the peak.
+# So four numbers, beside what you count on paper, tell where to search. As a rule of thumb, busy
+# means more than 60 % of the peak.
 #
 # - *HBM above 80 %, and its bytes as on paper:* the kernel is near its roof. Move fewer bytes.
 # - *HBM busy with more bytes than on paper:* spills, a second read that no cache catches, or

@@ -19,7 +19,7 @@ recorded numbers. A card of 24 GB holds a step of the model that we follow, once
 table. Folds whose titles are questions answer the second assignment of the Stanford course CS336.
 """
 
-# sphinx_gallery_thumbnail_number = 7
+# sphinx_gallery_thumbnail_number = 8
 import gc
 import json
 import linecache
@@ -158,8 +158,9 @@ lab.together(
 # Where the time goes
 # -------------------
 #
-# A step has three passes. ``training`` holds a model, its optimiser and a batch; it has a method
-# for each pass, and ``whole()`` runs all three:
+# Before we replace an operator, we look where a step spends its time. ``training`` holds a model,
+# its optimiser and a batch; it has a method for each of the three passes of a step, and ``whole()``
+# runs them all:
 #
 # .. code-block:: python
 #
@@ -734,8 +735,9 @@ lab.sketch(
 
 # %%
 # The table adds up the bytes of each colour and sets the FLOPs and the times of the profile beside
-# them. The two matmuls do :math:`4 d_h` FLOPs per score, for a head of :math:`d_h = 64` numbers,
-# the scale one, and softmax about five.
+# them. A cast counts with the operation that needs it, as in the profile. The two matmuls do
+# :math:`4 d_h` FLOPs per score, for a head of :math:`d_h = 64` numbers, the scale one, and softmax
+# about five.
 
 
 def of_record(chapter, name):
@@ -801,7 +803,7 @@ lab.read(
     "**Bytes explain much of these times, and FLOPs little.** At the speed of a large matmul the "
     f"first row would take {by_flops:.1f} ms instead of {products_range:.1f}; at the speed of a "
     f"large copy the rows would take {min(at_speed):.0f} to {max(at_speed):.0f} % of their times. "
-    "We did not measure where the rest goes: a count of bytes gives a floor, not a forecast."
+    "We did not measure where the rest goes, so a count of bytes is a floor and not a forecast."
 )
 
 # %%
@@ -811,11 +813,10 @@ lab.read(
 #    As long as attention stores its table, most of a step under autocast moves bytes. To know how
 #    fast such an operation can be, count its bytes and not its FLOPs.
 #
-# In the first figure the bar of casts and copies has grown most. :term:`Autocast <autocast>` leaves
-# the parameters in float32 and runs each operation in the dtype that PyTorch lists for it: linear
-# layers in bfloat16; softmax, layer norm and the loss in float32. So a tensor is cast wherever the
-# dtype changes: to float32 before softmax, to bfloat16 before the matmul that follows softmax or
-# layer norm; and each parameter of a linear layer is cast before its matmul.
+# In the first figure casts and copies have grown most, because :term:`autocast` leaves the
+# parameters in float32 and runs each operation in the dtype that PyTorch lists for it: linear
+# layers in bfloat16; softmax, layer norm and the loss in float32. So tensors are cast before and
+# after softmax and after layer norm, and the parameters of a linear layer before its matmul.
 
 
 # Measuring
@@ -882,8 +883,8 @@ lab.read(
             if by_tensor[where_cast] > 0.6 * in_all
             else "**They belong to several tensors.** "
         )
-        + "By the shapes that the profiler notes, the table takes "
-        f"{by_tensor[where_cast]:.1f} ms, and the parameters and their gradients "
+        + f"By the shapes that the profiler notes, the table takes {by_tensor[where_cast]:.1f} ms, "
+        "which attention without a table should save, and the parameters and their gradients "
         f"{by_tensor[others_cast]:.1f}."
         if cast_ms.rows
         else "In float32, where nothing is cast, copies alone take "
@@ -1026,9 +1027,10 @@ lab.together(
 # Where the memory goes
 # ---------------------
 #
-# Most of the memory holds what forward keeps for backward. We count it for one layer, whose batch
-# is :math:`B` sequences of :math:`T` tokens, :math:`N = B T` in all. The width is :math:`d`, that
-# of the feed-forward network :math:`f`, and there are :math:`H` heads. In float32 a layer keeps
+# What forward keeps for backward fills most of the memory, and limits the context. We count it for
+# one layer, whose batch is :math:`B` sequences of :math:`T` tokens, :math:`N = B T` in all. The
+# width is :math:`d`, that of the feed-forward network :math:`f`, and there are :math:`H` heads. In
+# float32 a layer keeps
 #
 # - the inputs of both layer norms and of the four linear layers ``qkv``, ``out``, ``up`` and
 #   ``down``, and the input of GELU: :math:`5 N d + 2 N f` numbers;
@@ -1124,23 +1126,31 @@ KEPT_INKS = {
     "inputs": lab.colour("matmul"),
     "q, k, v": lab.colour("Liger"),
     "attention tables": lab.colour("SDPA flash"),
-    "masks": lab.colour("torch.compile"),
+    "masks, cast weights": lab.colour("torch.compile"),
 }
-KEPT_AT = (256, 1024, 4096)
+KEPT_AT = {  # the bars, by their labels
+    "context 256": (256, "float32"),
+    "context 1,024": (1024, "float32"),
+    "autocast, 1,024": (1024, "bfloat16"),
+    "context 4,096": (4096, "float32"),
+}
 
 
-def kept_in_layer(context):
-    """Bytes that a layer of large keeps in float32, by the terms of the count."""
+def kept_in_layer(context, dtype="float32"):
+    """Bytes that a layer of large keeps, by the terms of the count."""
     shape = SIZES["large"]
-    tokens, width = BATCH * context, shape.d_model
+    stream, other, weights, copies = BYTES[dtype]
+    tokens, width, ff = BATCH * context, shape.d_model, shape.d_ff
+    linear = 3 * tokens * width + 2 * tokens * ff
     found = {
-        "inputs": 4 * (5 * tokens * width + 2 * tokens * shape.d_ff),
-        "q, k, v": 4 * 3 * tokens * width,
-        "attention tables": 4 * BATCH * shape.heads * context**2,
-        "masks": 2 * tokens * width,
+        "inputs": stream * 2 * tokens * width + other * linear,
+        "q, k, v": other * 3 * tokens * width,
+        "attention tables": weights * BATCH * shape.heads * context**2,
+        "masks, cast weights": 2 * tokens * width
+        + copies * (4 * width**2 + 2 * width * ff),
     }
     both = [
-        kept_on_paper(shape._replace(layers=layers), BATCH, context, "float32")
+        kept_on_paper(shape._replace(layers=layers), BATCH, context, dtype)
         for layers in (1, 2)
     ]
     assert sum(found.values()) == both[1] - both[0]
@@ -1149,8 +1159,8 @@ def kept_in_layer(context):
 
 def kept_bars(axes):
     axes.grid(axis="y", visible=False)
-    for place, context in enumerate(KEPT_AT):
-        found = kept_in_layer(context)
+    for place, where in enumerate(KEPT_AT.values()):
+        found = kept_in_layer(*where)
         total, reached = sum(found.values()), 0
         for term, ink in KEPT_INKS.items():
             share = 100 * found[term] / total
@@ -1168,9 +1178,7 @@ def kept_bars(axes):
                 )
             reached += share
         beside(axes, 100, place, f"{total / 2**20:,.0f} MiB")
-    axes.set_yticks(
-        range(len(KEPT_AT)), [f"context {context:,}" for context in KEPT_AT]
-    )
+    axes.set_yticks(range(len(KEPT_AT)), list(KEPT_AT))
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.set_xlim(0, 124)
@@ -1179,24 +1187,30 @@ def kept_bars(axes):
     inks = KEPT_INKS.items()
     handles = [axes.barh(0, 0, color=ink, label=term) for term, ink in inks]
     axes.figure.legend(
-        handles=handles, loc="outside lower left", ncols=4, frameon=False, fontsize=10
+        handles=handles,
+        loc="outside lower left",
+        ncols=4,
+        frameon=False,
+        fontsize=10,
+        handlelength=1,
+        columnspacing=1,
     )
 
 
 lab.sketch(
-    "What a layer of large keeps, float32",
+    "What a layer of large keeps, float32 unless named",
     "; ".join(
-        f"At a context of {context:,}: "
+        f"{label}: "
         + ", ".join(
             f"{term} {100 * bytes_ / sum(found.values()):.0f} %"
             for term, bytes_ in found.items()
         )
-        for context in KEPT_AT
-        for found in [kept_in_layer(context)]
+        for label, where in KEPT_AT.items()
+        for found in [kept_in_layer(*where)]
     )
     + ".",
     kept_bars,
-    height=2.7,
+    height=3.1,
 )
 
 # %%
@@ -1213,19 +1227,23 @@ off = [100 * (row["kept, GiB"] / row["on paper, GiB"] - 1) for row in memory.row
 ]
 state = 12 * parameters(largest_size) / 2**30
 copies = 2 * parameters(largest_size) / 2**30
-of_layer = kept_in_layer(CONTEXT)
-table_share = 100 * of_layer["attention tables"] / sum(of_layer.values())
+table_share = {
+    dtype: 100 * found["attention tables"] / sum(found.values())
+    for dtype in DTYPES
+    for found in [kept_in_layer(CONTEXT, dtype)]
+}
 in_tables = (
     kept_on_paper(SIZES["large"], BATCH, CONTEXT, "bfloat16")
     - kept_on_paper(SIZES["large"], BATCH, CONTEXT, "bfloat16", squares=False)
 ) / 2**30
 lab.read(
     "**The attention tables grow with the square of the context, and at 1,024 they are already "
-    f"{table_share:.0f} % of what a layer keeps.** Autocast makes them larger, because it keeps "
-    "the output of softmax in float32 and a bfloat16 copy of it for the matmul, 6 bytes per score "
-    f"instead of 4. For the 36 layers of large that is {in_tables:.1f} GiB, which attention "
-    "without a table should save. Measured in the largest size, 2.7B, the count misses what "
-    f"forward keeps by at most {max(map(abs, off)):.1f} %."
+    f"{table_share['float32']:.0f} % of what a layer keeps.** Under autocast they are "
+    f"{table_share['bfloat16']:.0f} %, because softmax's output is kept in float32 "
+    "and, for the matmul, in bfloat16: 6 bytes per score instead of 4. For the 36 layers of "
+    f"large that is {in_tables:.1f} GiB, which attention without a table should save. Measured in "
+    "the largest size, 2.7B, the count misses what forward keeps by at most "
+    f"{max(map(abs, off)):.1f} %."
 )
 
 # %%
@@ -1250,8 +1268,8 @@ lab.table(
 )
 
 # %%
-# What is kept need not stay: with :term:`checkpointing` a layer keeps only its input and computes
-# the rest again in backward.
+# With :term:`checkpointing` a layer keeps only its input and computes the rest again in backward,
+# which saves memory and costs time.
 
 
 # Measuring
@@ -1481,16 +1499,15 @@ lab.together(
 # Attention without the table
 # ---------------------------
 #
-# Attention is the first operator to replace, because its table fills half of what a layer keeps.
-# Two versions never store it: :doc:`the book's attention </chapters/attention_forward>` and SDPA,
-# of which we always time the faster of two implementations, its backends *flash* and *cuDNN*. We
-# time attention by itself first, on the shapes of the course: a batch of 8 with one head of 64
-# numbers, in bfloat16 and causal.
+# Attention is the first operator to replace, because its table is the largest tensor to move and to
+# keep. Two versions never store it: :doc:`the book's attention </chapters/attention_forward>` and
+# SDPA, of which we always time the faster of its backends *flash* and *cuDNN*. We time attention
+# alone first, on the shapes of the course: a batch of 8 with one head of 64 numbers, in bfloat16
+# and causal.
 
 # Measuring
 ours = partial(attention, is_causal=True)
-# head sizes, and the greatest length at each
-GRID = {16: 16384, 32: 16384, 64: 65536, 128: 16384}
+HEAD_SIZES = (16, 32, 64, 128)
 LENGTHS = (256, 1024, 4096, 8192, 16384, 65536)
 OUT_OF_MEMORY = "out of memory"
 
@@ -1608,8 +1625,8 @@ def attention_grid():
         "Kernel Book": ours,
     }
     rows = []
-    for head_dim, longest in GRID.items():
-        for length in (length for length in LENGTHS if length <= longest):
+    for head_dim in HEAD_SIZES:
+        for length in LENGTHS:
             inputs = [drawn(8, 1, length, head_dim) for _ in range(4)]
             tried = {
                 name: lab.tried(grid_runs(attend, *inputs)["both, ms"][0], name)
@@ -1680,6 +1697,76 @@ def listed(names):
     return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
 
 
+# %%
+
+
+# Drawing
+def both_passes(rows):
+    """The milliseconds of both passes at each length, for heads of 64 numbers, by version."""
+    found = {
+        (row["provider"], row["length"]): row["both, ms"]
+        for row in rows
+        if row["head size"] == 64 and row["both, ms"] != OUT_OF_MEMORY
+    }
+    named = {"formula": ("PyTorch",), "SDPA": (*FUSED,), "the book's": ("Kernel Book",)}
+    return {
+        version: {
+            length: min(
+                found[name, length] for name in names if (name, length) in found
+            )
+            for length in LENGTHS
+            if any((name, length) in found for name in names)
+        }
+        for version, names in named.items()
+    }
+
+
+def both_in_words(rows):
+    return "Milliseconds of both passes by length. " + "; ".join(
+        f"{version}: "
+        + ", ".join(f"{milliseconds(took)} at {n:,}" for n, took in times.items())
+        for version, times in both_passes(rows).items()
+        if times
+    )
+
+
+def both_lines(axes, rows):
+    axes.figure.set_size_inches(5.4, 3)
+    looks = {  # the colour, the line, the length at which it is named, and where beside it
+        "formula": ("copy", "o-", 16384, (-9, 3), "right"),
+        "SDPA": ("SDPA flash", "s--", 65536, (-9, 3), "right"),
+        "the book's": ("Kernel Book", "D-", 16384, (8, -11), "left"),
+    }
+    shown_lines = {name: found for name, found in both_passes(rows).items() if found}
+    for version, times in shown_lines.items():
+        provider, look, named_at, shift, side = looks[version]
+        ink = lab.colour(provider)
+        axes.plot(list(times), list(times.values()), look, color=ink, markersize=5)
+        if named_at in times:
+            lost = version == "formula" and max(times) < max(LENGTHS)
+            axes.annotate(
+                f"{version}, then out of memory" if lost else version,
+                (named_at, times[named_at]),
+                xytext=shift,
+                textcoords="offset points",
+                ha=side,
+                color=ink,
+                fontsize=10,
+            )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(LENGTHS, [f"{length:,}" for length in LENGTHS], fontsize=9)
+    axes.set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
+    axes.set_ylim(top=3 * max(max(found.values()) for found in shown_lines.values()))
+    axes.minorticks_off()
+    axes.set(xlabel="length", ylabel="ms, forward and backward")
+
+
+lab.draw(grid, "Attention alone, with and without the table", both_in_words, both_lines)
+
+# %%
+
+# Reading
 with_sdpa = any(row["provider"] in FUSED for row in grid.rows)
 fast = in_grid("both, ms", "PyTorch", 16384), in_grid("both, ms", "Kernel Book", 16384)
 held = [in_grid("held, MiB", name, 16384) for name in ("PyTorch", "Kernel Book")]
@@ -1687,30 +1774,24 @@ times = nan if isinstance(fast[0], str) else fast[0] / fast[1]
 by_sdpa = fastest_fused(16384)
 short = fastest_fused(CONTEXT), in_grid("both, ms", "Kernel Book", CONTEXT)
 lab.read(
-    "**Without the table, memory grows with the length instead of its square, and attention is "
-    "much faster**: at a length of 16,384, "
+    "**Without the table attention is much faster, and its memory grows with the length instead of "
+    "its square**: at a length of 16,384 "
     + (
-        f"the book's attention is {times:.0f} times as fast as the formula, forward and backward "
-        "together"
+        f"the book's is {times:.0f} times as fast as the formula"
         if times == times or not grid.rows
         else "the formula runs out of memory"
     )
     + (
-        f", holds {grid_cell(held[1])} MiB for backward instead of {grid_cell(held[0])}"
+        f" and holds {grid_cell(held[1])} MiB for backward instead of {grid_cell(held[0])}"
         if OUT_OF_MEMORY not in held
         else ""
     )
     + (
-        f", and takes {100 * fast[1] / by_sdpa:.0f} % of the time of SDPA"
-        if by_sdpa == by_sdpa
-        else ""
-    )
-    + (
-        ". At the length of our model, 1,024, "
+        f". It takes {100 * fast[1] / by_sdpa:.0f} % of the time of SDPA there, and "
         + (
-            "SDPA and the book's take the same time."
+            "the same time at 1,024, the context of our model."
             if abs(short[1] / short[0] - 1) < 0.02
-            else f"the book's takes {100 * short[1] / short[0]:.0f} % of the time of SDPA."
+            else f"{100 * short[1] / short[0]:.0f} % at 1,024, the context of our model."
         )
         if by_sdpa == by_sdpa
         else "."
@@ -1759,8 +1840,9 @@ lab.together(
 # What each operator is worth in a layer
 # --------------------------------------
 #
-# The model takes its operators as arguments, so each version of it is one line. What a line leaves
-# out is PyTorch's, and ``ours`` is the book's attention, made causal.
+# To see what each operator is worth, we replace them one by one. The model takes its operators as
+# arguments, so each version of it is one line; what a line leaves out is PyTorch's, and ``ours`` is
+# the book's attention, made causal.
 
 sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
 layer_norm_16 = partial(layer_norm, out_dtype=torch.bfloat16)
@@ -1805,6 +1887,10 @@ COMPILED_NAMES = {
     "SDPA, compiled": "SDPA",
     "attention, compiled": "our attention",
     "Kernel Book": "all of ours",
+}
+ALSO_COMPILED = {  # in the whole step alone
+    "softmax, compiled": "formula, our softmax",
+    "layer norm, compiled": "our attention, norm",
 }
 EAGER = {version: VERSIONS[name] for version, name in NAMES.items()}
 COMPILED = {version: VERSIONS[name] for version, name in COMPILED_NAMES.items()}
@@ -2032,17 +2118,16 @@ in_noise = abs(offset) < BY_CHANCE * error
 by_seed = ends(learned.rows, "PyTorch").std(ddof=1)
 lab.read(
     "**One step agrees**: with our operators the loss and every gradient of a small model stay "
-    f"within tolerance. After {TRAINED} steps from {len(SEEDS)} seeds the training losses "
+    f"within tolerance. After {TRAINED} steps from {len(SEEDS)} seeds "
     + (
-        "cannot be told from those with PyTorch's."
+        "the losses cannot be told from those with PyTorch's."
         if in_noise
-        else f"end {abs(offset):.3f} {'above' if offset > 0 else 'below'} those with PyTorch's on "
-        f"average, with a 95 % confidence interval of ± {BY_CHANCE * error:.3f}; the seeds "
-        f"themselves scatter by {by_seed:.2f}. "
+        else f"the loss ends {abs(offset):.3f} ± {BY_CHANCE * error:.3f} (95 % confidence) "
+        f"{'above' if offset > 0 else 'below'} that with PyTorch's"
         + (
-            "That is too close to call."
+            ", at the edge of what chance explains."
             if abs(offset) < 1.25 * BY_CHANCE * error
-            else "We do not know why."
+            else "; we do not know why."
         )
     )
 )
@@ -2281,8 +2366,8 @@ lab.read(
 )
 
 # %%
-# What they are worth in a step
-# -----------------------------
+# What the operators are worth in a step
+# --------------------------------------
 #
 
 # Measuring
@@ -2305,7 +2390,7 @@ ALL_GRAPHS = GRAPHS | {
     "SDPA": "SDPA eager, CUDA graph",
     "PyTorch": "PyTorch, CUDA graph",
 }
-STEPPED = ("PyTorch", "SDPA", "+ attention", "+ dropout")  # eager, in whole steps
+STEPPED = ("PyTorch", "SDPA", "+ attention", "+ dropout")  # of eager steps, those drawn
 PRODUCTS = ("aten::mm", "aten::addmm")
 IN_ATTENTION = ("attention", "softmax", "matmul")  # whose matmuls are aten::bmm
 KINDS = ("linear layers", "attention", "between", "AdamW")
@@ -2598,8 +2683,9 @@ NO_PROFILE = dict.fromkeys(
 
 
 def step_ladder():
-    versions = {label: (EAGER[label], False) for label in STEPPED}
+    versions = {label: (operators, False) for label, operators in EAGER.items()}
     versions |= {label: (operators, True) for label, operators in COMPILED.items()}
+    versions |= {label: (VERSIONS[name], True) for label, name in ALSO_COMPILED.items()}
     return versions_in_turn("large", BATCH, CONTEXT, versions, seconds=5, fewest=4)
 
 
@@ -2709,8 +2795,9 @@ our_took, sdpa_took = step_ms("Kernel Book"), step_ms("SDPA, compiled")
 n_layers, of_adamw = SIZES["large"].layers, step("AdamW, ms", "Kernel Book")
 expected = n_layers * layer_ms("Kernel Book") + of_adamw
 lab.read(
-    f"With all of ours, compiled, {n_layers} layers of {layer_ms('Kernel Book'):.2f} ms and "
-    f"AdamW's {of_adamw:.1f} ms make {expected:.0f} ms. **The step takes {our_took:.0f}"
+    f"From the layer we expect a compiled step of {expected:.0f} ms with all of ours: {n_layers} "
+    f"layers of {layer_ms('Kernel Book'):.2f} ms and AdamW's {of_adamw:.1f}. **The "
+    f"step takes {our_took:.0f}"
     + (
         ": compiled, the fastest layer has the slowest step.** With SDPA it takes "
         f"{sdpa_took:.0f}. "
@@ -2721,28 +2808,94 @@ lab.read(
 
 # %%
 # A step keeps two machines busy: the GPU runs the kernels, and the host launches every one of them.
-# The picture follows five launches of a layer, in which those of our operators, in orange, take
-# longer than PyTorch's; its lengths are schematic.
-#
-# .. image:: /figures/transformer-launches.svg
-#    :alt: Timelines of the host and the GPU for layer norm, qkv, attention, out and dropout. With
-#          SDPA the launches are shorter: the GPU waits a little before layer norm and hardly before
-#          qkv. With the book's operators the launches of layer norm, attention and dropout are
-#          long, that of layer norm the longest, and the GPU waits before four of the five kernels,
-#          although their kernels are shorter. As a CUDA graph, one call of the host launches all
-#          five kernels, and there are no gaps.
-#
+# The picture follows five launches of a layer, whose lengths are schematic; those of our operators
+# are orange. A kernel starts when it is launched and the one before it has ended.
+
+# Drawing
+FIVE = ("layer norm", "qkv", "attention", "out", "dropout")
+LANES = {  # lengths of the five launches and kernels, in no unit
+    "SDPA: the host is slower than the GPU": (
+        (46, 46, 46, 46, 46),
+        (34, 42, 42, 25, 25),
+    ),
+    "The book's: longer launches, and the GPU waits longer": (
+        (92, 46, 77, 46, 70),
+        (27, 42, 40, 25, 24),
+    ),
+    "The book's as a CUDA graph: one launch for all": (
+        (30,),
+        (27, 42, 40, 25, 24),
+    ),
+}
+FILLS = {  # of a box, its fill and its edge
+    "host": ("#f6f8fa", "#59636e"),
+    "ours": ("#fff4e5", "#bc4c00"),
+    "GPU": ("#eaf2fb", "#0b63ce"),
+    "waits": ("#ffffff", "#59636e"),
+}
+
+
+def box(axes, start, length, top, kind, label=""):
+    fill, edge = FILLS[kind]
+    line = {"linestyle": ":", "linewidth": 0.8} if kind == "waits" else {}
+    axes.barh(top, length - 1.5, 26, left=start, color=fill, edgecolor=edge, **line)
+    middle = start + length / 2 - 0.75
+    axes.text(middle, top, label, ha="center", va="center", fontsize=10)
+
+
+def lanes(axes):
+    for place, (title, (launches, kernels)) in enumerate(LANES.items()):
+        top = 104 * place
+        axes.text(0, top - 30, title, fontsize=10.5, fontweight="bold", va="center")
+        launched, ended = 0, 0
+        ends = []
+        for number_of, length in enumerate(launches):
+            kind = "ours" if length > min(LANES[title][0]) else "host"
+            label = f"{number_of + 1}" if launches[1:] else ""
+            box(axes, launched, length, top, kind, label)
+            launched += length
+            ends.append(launched)
+        if not launches[1:]:
+            ends *= len(kernels)
+            axes.text(launched + 5, top, "graph.replay()", va="center", fontsize=10)
+        for number_of, (length, ready) in enumerate(zip(kernels, ends, strict=True)):
+            if ready > ended:
+                wait = ready - ended
+                box(axes, ended, wait, top + 32, "waits", "waits" if wait > 40 else "")
+            ended = max(ended, ready)
+            box(axes, ended, length, top + 32, "GPU", f"{number_of + 1}")
+            ended += length
+        for row, who in enumerate(("host", "GPU")):
+            axes.text(-6, top + 32 * row, who, ha="right", va="center", fontsize=10)
+    named = ", ".join(f"{place} {what}" for place, what in enumerate(FIVE, 1))
+    axes.text(0, 104 * len(LANES) - 42, named, fontsize=10, va="center")
+    axes.set_ylim(104 * len(LANES) - 30, -44)
+    axes.set_xlim(-32, 362)
+    axes.axis("off")
+
+
+lab.sketch(
+    "Host and GPU during five launches of a layer",
+    "The five are "
+    + ", ".join(f"{place} {what}" for place, what in enumerate(FIVE, 1))
+    + ". With SDPA a launch takes a little longer than its kernel, so the GPU waits before each. "
+    "With the book's operators the launches of layer norm, attention and dropout, in orange, are "
+    "longer, and the GPU waits longer although their kernels are shorter. As a CUDA graph, one "
+    "call of the host launches all five, and there are no gaps.",
+    lanes,
+    height=3.7,
+)
+
+# %%
 # .. admonition:: Key idea
 #    :class: kb-key
 #
 #    The slower of two sets the pace of a step: the GPU, which runs the kernels, or the host, which
 #    launches them.
 #
-# In the figure the narrow bar is the time in which the host launches a step, with a line over the
-# middle 60 % of the times. The wide bar is the step: in colours its kernels, where *between the
-# matmuls* are layer norm, dropout, GELU, additions, casts, scale and mask; dotted is the time in
-# which the GPU waits. The bars are medians, not all of the same steps, so a step can be longer than
-# its launches and its kernels.
+# In the figure of the measured steps, *between the matmuls* are layer norm, dropout, GELU,
+# additions, casts, scale and mask, and a line marks the middle 60 % of the host's times. The bars
+# are medians of different steps, so a step can be longer than its launches and its kernels.
 
 # Drawing
 FOLLOWED = {  # the versions that are drawn, and what the figure calls them
@@ -2850,63 +3003,74 @@ def middle_of(row, what="host"):
 # %%
 
 # Reading
+saved_peak = step("peak, GiB", "PyTorch") - step("peak, GiB", "SDPA")
+peaks = {f"{step('peak, GiB', name):.0f}" for name in ("SDPA", "+ dropout")}
+promised = n_layers * saves("PyTorch", "+ dropout")
+kept_promise = (busy_ms_of("PyTorch") - busy_ms_of("+ dropout")) / promised
+lab.read(
+    (
+        "**On the GPU the step gains what the layer promised**: "
+        if abs(kept_promise - 1) < 0.05
+        else "**On the GPU the step gets shorter**: "
+    )
+    + "without the table the kernels of an "
+    f"eager step fall from {busy_ms_of('PyTorch'):.0f} ms to {busy_ms_of('SDPA'):.0f} with SDPA "
+    f"and {busy_ms_of('+ dropout'):.0f} with all of ours. Most casts, the scale and the mask go "
+    "with the table. "
+    + (
+        f"The peak of memory falls from {step('peak, GiB', 'PyTorch'):.0f} GiB to "
+        f"{' and '.join(sorted(peaks, reverse=True))}; SDPA saves {saved_peak:.1f}, and the tables "
+        f"were counted at {in_tables:.1f}."
+        if saved_peak > 0.8 * in_tables
+        else f"The peak of memory is {step('peak, GiB', 'PyTorch'):.1f} GiB with the formula and "
+        f"{step('peak, GiB', 'SDPA'):.1f} with SDPA; the tables were counted at {in_tables:.1f}."
+    )
+)
+
+# %%
+
+# Reading
 our_host, sdpa_host = host_ms("+ dropout"), host_ms("SDPA")
-with_ours = ("+ attention", "+ dropout", "attention, compiled", "Kernel Book")
 waits = {
     name: host_ms(name) / busy_ms_of(name)
     for versions in FOLLOWED.values()
     for name in versions
 }
-paces = all(waits[name] > 1.1 for name in with_ours)
+paced = [name for name in waits if waits[name] > 1.1]
 lab.read(
     (
-        "**With our operators the host sets the pace, because it needs longer for the launches "
-        "than the GPU for the kernels.** With SDPA the GPU waits less. "
-        if paces
+        "**But in every step except the eager formula's the host sets the pace**, because it needs "
+        "longer for the launches than the GPU for the kernels, and longest with all of ours. "
+        if set(paced) == {*waits} - {"PyTorch"}
+        and waits["PyTorch"] < 1
+        and our_host == max(map(host_ms, STEPPED))
+        else "**With all of ours the host sets the pace**, because it needs longer for the "
+        "launches than the GPU for the kernels. "
+        if "Kernel Book" in paced
         else ""
     )
     + (
-        "Launched by the host, all of ours gains nothing on the formula: by the medians "
+        "So, launched by the host, all of ours gains nothing on the formula: "
         f"{step_ms('+ dropout'):.0f} ms against {step_ms('PyTorch'):.0f} eager, and "
         f"{our_took:.0f} against {step_ms('torch.compile'):.0f} compiled. "
         if our_took > step_ms("torch.compile")
         and step_ms("+ dropout") > step_ms("PyTorch")
         else ""
     )
-    + "Launch times scatter: the middle 60 % of the eager steps took the host "
-    f"{middle_of(step_row('+ dropout'))} ms with all of ours and {middle_of(step_row('SDPA'))} "
-    "with SDPA. So we trust the gap to SDPA, but not the order of our versions or what compiling "
-    "changes in their launches."
+    + "Launch times scatter so far that we trust the gap to SDPA, but not the order of our "
+    "versions or what compiling changes in their launches."
 )
 
 # %%
 
 # Reading
 lab.read(
-    "In a single layer, where launches scatter less, our attention adds "
-    f"{dearer['attention']:.1f} ms to those with SDPA, our layer norm {dearer['layer norm']:.1f} "
-    f"and our dropout {dearer['dropout']:.1f}: in {n_layers} layers "
-    f"{n_layers * sum(dearer.values()):.0f} ms. In the eager steps the host's medians differ by "
+    "In a single layer launches scatter less: with all of ours they take the host "
+    f"{sum(dearer.values()):.2f} ms longer than with SDPA, which makes "
+    f"{n_layers * sum(dearer.values()):.0f} ms in {n_layers} layers; the eager steps differ by "
     f"{our_host - sdpa_host:.0f}. A launch of ours runs Python where PyTorch's runs C++; we did "
-    "not measure which part of that takes the time."
-)
-
-# %%
-
-# Reading
-saved_peak = step("peak, GiB", "PyTorch") - step("peak, GiB", "SDPA")
-lab.read(
-    "**Without the table the peak of an eager step falls from "
-    f"{step('peak, GiB', 'PyTorch'):.1f} GiB to {step('peak, GiB', 'SDPA'):.1f} with SDPA and "
-    f"to {step('peak, GiB', '+ dropout'):.1f} with all of ours**; the tables alone were counted at "
-    f"{in_tables:.1f}. Most casts, the scale and the mask go with them: the kernels between the "
-    f"matmuls take {step('between, ms', 'SDPA'):.0f} ms with SDPA instead of "
-    f"{step('between, ms', 'PyTorch'):.0f}."
-    if saved_peak > 0.8 * in_tables
-    else "The peak of an eager step is "
-    f"{step('peak, GiB', 'PyTorch'):.1f} GiB with the formula, {step('peak, GiB', 'SDPA'):.1f} "
-    f"with SDPA and {step('peak, GiB', '+ dropout'):.1f} with all of ours; the tables alone were "
-    f"counted at {in_tables:.1f}."
+    "not measure which part of that takes the time. To gain the time of its kernels, a step must "
+    "get rid of its launches."
 )
 
 # %%
@@ -2945,7 +3109,10 @@ lab.together(
                 for kind in KINDS
             }
             | {"kernels": shown(BY_VERSION[name]["busy, ms"])}
-            for mode, versions in RUNGS.items()
+            for mode, versions in {
+                "eager": RUNGS["eager"],
+                "compiled": COMPILED_NAMES | ALSO_COMPILED,
+            }.items()
             for name, label in versions.items()
             if name in BY_VERSION
         ],
@@ -2976,7 +3143,9 @@ lab.together(
         if layer_host.rows
         else [],
         "How long the host takes to launch forward and backward of one layer of large, while "
-        "nothing is queued: medians of 120 calls, and the middle 60 % of them"
+        "nothing is queued: medians of 120 calls, and the middle 60 % of them. Eager, our "
+        f"attention adds {dearer['attention']:.1f} ms to those with SDPA, our layer norm "
+        f"{dearer['layer norm']:.1f} and our dropout {dearer['dropout']:.1f}"
         + (
             f". With SDPA, {n_layers} such calls take {n_layers * of_layer_host('SDPA'):.0f} ms, "
             f"more than the launches of a step, {sdpa_host:.0f}: each enters autocast and starts "
@@ -3015,8 +3184,8 @@ lab.together(
 # One launch for a whole step
 # ---------------------------
 #
-# A :term:`CUDA graph` records the launches of a step once; from then on one call of the host
-# replays them all.
+# Every step launches the same kernels, so they can be recorded: a :term:`CUDA graph` records the
+# launches of a step once, and from then on one call of the host replays them all.
 #
 # .. code-block:: python
 #
@@ -3035,21 +3204,27 @@ lab.together(
 #        training.whole()             # recorded, and not run
 #    graph.replay()                   # one step, with new masks of dropout
 #
-# A capture takes place on a stream of its own. A step runs there first, because what happens only
-# once must not be recorded: compiling, and what libraries set up for a new stream. ``wait_stream``
-# keeps the order, because streams do not wait for each other by themselves. PyTorch captures AdamW
-# only if it is ``capturable``. We set that after the first step, because earlier it draws a
-# warning; so late it suffices only because ``fused=True`` already counts steps on the GPU.
+# A capture takes place on a stream of its own, and ``wait_stream`` keeps the order, because streams
+# do not wait for each other by themselves. A step runs there first, because what happens only once
+# must not be recorded: compiling, and what libraries set up for a new stream. PyTorch captures
+# AdamW only if it is ``capturable``.
 #
 # **A graph reads its batch from the memory where it lay at capture**, so the next batch must be
 # copied there: ``training.tokens.copy_(batch)``. After ``training.tokens = batch`` the graph trains
 # on the old batch again, without an error (see *What breaks it*). A learning rate that is a Python
-# number is fixed at capture too; to change it, make it a tensor and fill that. The masks of dropout
-# are new in each replay, because PyTorch writes the state of its generator into memory that the
-# graph reads, and our dropout draws its seed from that generator on the GPU.
+# number is fixed at capture too; to change it, make it a tensor and fill that.
 
 # Folded: The function that captures, whole
-lab.source(decoder.captured)
+lab.together(
+    lab.read(
+        "AdamW becomes capturable only after the first step, because earlier it draws a warning. "
+        "So late this suffices only because `fused=True` already counts the steps on the GPU. The "
+        "masks of dropout are new in each replay, because PyTorch writes the state of its "
+        "generator into memory that the graph reads, and our dropout draws its seed from that "
+        "generator on the GPU."
+    ),
+    lab.source(decoder.captured),
+)
 
 # %%
 
@@ -3150,18 +3325,17 @@ lab.read(
         by_step,
     )
     + measured(
-        "A graph alone, without compiling, takes the step with all of ours from "
-        f"{step_ms('+ dropout'):.0f} ms to {step_ms(eager_graphed):.0f}"
+        "Eager, all of ours as a graph takes "
         + (
-            f", and compiling saves another {by_compiling:.1f}. "
+            f"{by_compiling:.1f} ms more. "
             if by_compiling > 0 and differs(step_row(eager_graphed), step_row(graphed))
-            else ", and compiling changes that by less than steps scatter. "
+            else "as long, within the scatter. "
         ),
         by_compiling,
     )
     + measured(
-        "To the eager formula it brings next to nothing, because there the kernels take longer "
-        "than the launches. "
+        "The eager formula gains next to nothing, because its kernels take longer than its "
+        "launches. "
         if gained["PyTorch"] < 1.03 and host_ms("PyTorch") < busy_ms_of("PyTorch")
         else f"From the eager formula it takes {100 - 100 / gained['PyTorch']:.0f} %. ",
         gained["PyTorch"],
@@ -3173,8 +3347,9 @@ lab.read(
 # Other sizes, and a longer context
 # ---------------------------------
 #
-# The two compiled steps, with SDPA and with all of ours, race in three more sizes, and in *large*
-# at a context of 16,384 with a single sequence. We did not time *small*.
+# Where a model is larger or its context longer, launches should matter less. The two compiled
+# steps, with SDPA and with all of ours, race in three more sizes (not in *small*), and in *large*
+# at a context of 16,384 with a single sequence.
 
 # Measuring
 RACES = (
@@ -3274,9 +3449,7 @@ lab.table(
         }
         for model, rows in race.items()
     ],
-    f"Milliseconds of a compiled step, at a context of {CONTEXT:,} unless named: as a graph, and "
-    "launched by the host. We call two different if their medians are at least 1 % apart and the "
-    "middle 60 % of their times do not overlap",
+    "Milliseconds of a compiled step, as a graph and launched by the host",
 )
 # %%
 
@@ -3519,7 +3692,8 @@ lab.together(
             for name, label in zip(graphs, ("SDPA", "ours"), strict=True)
         ],
         "Milliseconds of a step as a graph, with the middle 60 % of them, and of its kernels by "
-        "kind, the medians of three profiles",
+        "kind, the medians of three profiles. We call two times different if their medians are at "
+        "least 1 % apart and the middle 60 % of them do not overlap",
     ),
 )
 
@@ -3538,8 +3712,8 @@ for dtype in (torch.float32, torch.bfloat16):
     print(f"{dtype}: {weight.item():.4f} after 1,000 updates of -0.001")
 
 # %%
-# **A graph replayed on other data.** A graph of a sum shows the mistake. It was captured for four
-# zeros, and is to add up four ones.
+# **A graph replayed on other data.** This graph of a sum is captured for four zeros, and is then to
+# add up four ones.
 
 
 def sums_of_replays():
@@ -3588,25 +3762,18 @@ lab.read(
         else "Attention without it, the book's or PyTorch's, is what shortens the kernels most: "
     )
     + f"the kernels of an eager step fall from {busy_ms_of('PyTorch'):.0f} ms to "
-    f"{busy_ms_of('SDPA'):.0f} with SDPA and {busy_ms_of('+ dropout'):.0f} with all of ours (the "
-    f"step itself: {step_ms('PyTorch'):.0f}, {step_ms('SDPA'):.0f} and "
-    f"{step_ms('+ dropout'):.0f}), and the peak of its memory from "
-    f"{step('peak, GiB', 'PyTorch'):.0f} GiB to "
-    + " and ".join(
-        sorted(
-            {f"{step('peak, GiB', name):.0f}" for name in ("SDPA", "+ dropout")},
-            reverse=True,
-        )
-    )
-    + "."
+    f"{busy_ms_of('SDPA'):.0f} with SDPA and {busy_ms_of('+ dropout'):.0f} with all of ours, and "
+    f"the peak of its memory from {step('peak, GiB', 'PyTorch'):.0f} GiB to "
+    f"{' and '.join(sorted(peaks, reverse=True))}."
 )
 
 # %%
 
 # Reading
 lab.read(
-    "**A step also pays for its launches**, which a layer timed on the GPU alone does not show. "
-    "Where kernels are short, capture the step as a graph. "
+    "**A step also pays for its launches**, which a layer timed on the GPU alone does not show: "
+    f"eager, it takes {step_ms('+ dropout'):.0f} ms with all of ours and {step_ms('PyTorch'):.0f} "
+    "with the formula. Where kernels are short, capture the step as a graph. "
     + (
         f"Without a graph, take SDPA in {listed(waiting)}"
         + (

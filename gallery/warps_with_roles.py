@@ -139,13 +139,13 @@ def copy_kernel(x_desc, y_desc):
 # A barrier and its phases
 # ------------------------
 #
-# The copy waits once, but a loop waits at the same barrier again and again. That works because a
-# barrier starts anew by itself. It counts in *phases*: a phase ends when the expected number of
-# threads has arrived **and** the expected number of bytes has been written. Then the next phase
-# begins, with the count that ``init`` has set.
+# The copy waits once, but a loop waits at the same barrier again and again. It can, because a
+# barrier counts in *phases*: a phase ends when the expected number of threads has arrived **and**
+# the expected number of bytes has been written, and then the next begins by itself, with the count
+# that ``init`` has set.
 #
-# A waiter must therefore say which phase it waits for. It has one bit for that, the *parity*:
-# phases are numbered 0, 1, 2, …, and ``mbarrier.wait(barrier, parity)`` lets a thread pass when the
+# A thread must therefore say which phase it waits for, and it has one bit to say so, the *parity*.
+# Phases are numbered 0, 1, 2, …, and ``mbarrier.wait(barrier, parity)`` lets a thread pass when the
 # last phase that has ended has this parity. As a model in Python, with arrivals but no bytes:
 
 
@@ -473,10 +473,10 @@ def turns():
 # Three rungs without roles
 # -------------------------
 #
-# The first three rungs are one kernel, in which eight warps load and multiply. Shared memory holds
-# a *ring* of slots, each with room for the two tiles of a step: ``a_s.index(slot)`` and
-# ``b_s.index(slot)``. Step ``i`` takes slot ``i % STAGES``. Each slot has a barrier,
-# ``full.index(slot)``, at which the warps wait until its tiles have been written.
+# To judge roles, we first make a matmul fast without them, in one kernel whose eight warps all load
+# and multiply. Shared memory holds a *ring* of slots, each with room for the two tiles of a step:
+# ``a_s.index(slot)`` and ``b_s.index(slot)``. Step ``i`` takes slot ``i % STAGES``. Each slot has a
+# barrier, ``full.index(slot)``, at which the warps wait until its tiles have been written.
 #
 # **Rung 1: load, wait, multiply.** There is one slot. The next tiles may come only when a matmul
 # has read it, and until they have come the tensor cores are idle.
@@ -551,7 +551,7 @@ lab.sketch(
 #    :dedent:
 #
 # In rung 3, for example, step 5 refills the slot of step 4 with the tiles of step 7. One barrier
-# per slot is enough, because the warps that read a slot refill it themselves: Triton lets all eight
+# per slot is enough, because the warps that read a slot also refill it, and Triton makes all eight
 # meet before one thread asks.
 
 
@@ -641,10 +641,10 @@ def loop_kernel(
 # - **A consumer**, a :term:`warpgroup` of four warps, issues matmuls and holds the sums. It takes
 #   four, because each of the SM's four tensor cores works with the registers of one of them.
 #
-# Now the warp that refills a slot does not read it, so it must be told when others have. Roles
-# therefore bring a second barrier per slot. At ``full`` the consumers wait until the copy engine
-# has written the bytes that the loader has announced, and at ``empty`` the loader waits until the
-# consumers have read the slot.
+# The loader refills slots that it does not read, so it must be told when the consumers have read
+# them. Each slot therefore has a second barrier. At ``full`` the consumers wait until the copy
+# engine has written the bytes that the loader has announced, and at ``empty`` the loader waits
+# until the consumers have read the slot.
 
 
 # Drawing
@@ -721,8 +721,8 @@ def drawn_ring(axes):
         if end > begin:
             look = {"color": shades[shade], "edgecolor": "#59636e", "height": 0.72}
             axes.barh(lane, end - begin, left=begin, **look)
-            middle = (begin + end) / 2
-            axes.text(middle, lane, text, ha="center", va="center", fontsize=10)
+            middle, size = (begin + end) / 2, 9 if "\n" in text else 10
+            axes.text(middle, lane, text, ha="center", va="center", fontsize=size)
 
     for i in range(tiles):
         slot, before, parity = i % 2, read.get(i - 1, 0.0), (i // 2) & 1
@@ -761,17 +761,28 @@ lab.sketch(
 # Tile 2 needs slot 0 again, so the loader waits until tile 0 has been read. The consumer waits only
 # once, because every later tile comes during a matmul.
 #
-# **Which parity?** Tile ``i`` is use number ``i // SLOTS`` of its slot: 0, 1, 2, … Each use ends
-# the phase of this number, at ``full`` when the tile has come, and at ``empty`` when it has been
-# read. So the consumer asks ``full`` for the parity of ``i // SLOTS``. The loader waits for the use
-# *before*, so it asks ``empty`` for the other parity. In the first round no use came before, so a
-# new barrier lets it pass with parity 1. One bit is enough, because no role can be two phases
-# ahead: a slot is not filled again before it has been read, nor read again before it has been
-# filled.
+# **Which parity?** Tile ``i`` is use number ``i // SLOTS`` of its slot, and each use ends the phase
+# of this number: at ``full`` when the tile has come, and at ``empty`` when it has been read. The
+# consumer waits for this use, so it asks ``full`` for its parity. The loader waits for the use
+# *before*, so it asks ``empty`` for the other parity, and in use 0 a new barrier lets it pass.
+
+# %%
+lab.table(
+    [
+        {"use": use, "tiles": ", ".join(str(i) for i in range(5) if i // 2 == use)}
+        | {"consumer, at full": use & 1, "loader, at empty": use & 1 ^ 1}
+        for use in range(3)
+    ],
+    "The parity that each role asks for, with two slots",
+)
+
+# %%
+# One bit is enough, because no role can be two phases ahead: a slot is not filled again before it
+# has been read, nor read again before it has been filled.
 #
-# As Python generators both roles run without a GPU. Each ``yield`` names a barrier and the parity
-# for which the role waits, and a short scheduler (in the script) resumes a role when its barrier
-# lets it pass. Both come to their end.
+# As Python generators both roles run without a GPU, so we can test the parities. Each ``yield``
+# names a barrier and the parity for which the role waits, and a short scheduler (in the script)
+# resumes a role when its barrier lets it pass. Both roles reach their end.
 
 
 def loader(full, empty, n, slots):
@@ -983,18 +994,19 @@ lab.together(
 # Rung 4: a loader and two consumers
 # ----------------------------------
 #
-# With tiles of 128 × 256 sums there are two consumers, because the sums would be 256
-# :term:`registers <register>` for each thread of one, and a thread has at most 255. Two things are
-# new:
+# To compare roles with rungs 1 to 3, we give them the same tiles. Their 128 × 256 sums need two
+# consumers, because they would be 256 :term:`registers <register>` for each thread of one, and a
+# thread has at most 255. Two things are new:
 #
 # - **Two consumers release a slot.** It is empty when both have read it, so its barrier counts two:
-#   ``mbarrier.init(empty.index(s), count=2)``. With a count of one, each tile would end two phases.
-#   In our model both consumers arrive before the loader looks, and all three then wait for ever.
-# - **Registers change hands.** All threads are launched with 168: the SM's 65,536 registers over
-#   3 × 128 threads, rounded down to a multiple of eight. (The loader's one warp counts as four,
-#   because ``setmaxnreg``, which moves registers, acts on whole warpgroups.) A loader needs hardly
-#   any, so we ask for 24 there and for 240 in consumer 1. Consumer 0 gets the rest:
-#   240 + 240 + 24 = 3 × 168.
+#   ``mbarrier.init(empty.index(s), count=2)``. With a count of one, each tile would end two phases,
+#   which bring the old parity back, so the loader may see no release. In our model all three roles
+#   then wait for ever.
+# - **Registers change hands.** The loader needs hardly any, so the consumers get its share. All
+#   threads start with 168: the SM's 65,536 over 3 × 128 threads, rounded down to a multiple of
+#   eight. (The loader's one warp counts as four, because ``setmaxnreg``, which moves registers,
+#   acts on whole warpgroups.) We ask for 24 in the loader and 240 in consumer 1, and consumer 0
+#   gets the rest: 3 × 168 = 240 + 240 + 24.
 #
 # .. code-block:: python
 #
@@ -1113,8 +1125,6 @@ def dot_kernel(
 
 
 # %%
-# For comparison we time Triton's ``tl.dot``, for which the compiler makes the ring, without roles,
-# and ``torch.matmul``, which calls cuBLAS.
 
 # Measuring
 TILES = {"a": (BLOCK_M, BLOCK_K), "b": (BLOCK_K, BLOCK_N), "c": (BLOCK_M, BLOCK_N)}
@@ -1213,7 +1223,7 @@ passed = re.search(
     r"(\d+) checks passed (.+), the worst at", checks.plain.splitlines()[0]
 )
 lab.read(
-    f"All {passed[1]} checks against float64 passed {passed[2]} (the tolerances: below)."
+    f"All {passed[1]} checks against float64 passed {passed[2]}."
     if passed
     else checks.plain.splitlines()[0]
 )
@@ -1242,6 +1252,9 @@ lab.together(
 # %%
 # What each rung gains
 # --------------------
+#
+# We time each rung beside ``torch.matmul``, which calls cuBLAS, and beside Triton's ``tl.dot``, for
+# which the compiler makes a ring without roles.
 
 
 # Measuring
@@ -1366,23 +1379,8 @@ by_ring = all(
 like_dot = all(
     abs(at_size("tl.dot", n) / at_size("one in flight", n) - 1) < SCATTER for n in SIZES
 )
-peak = (
-    climbed.provenance["sm_count"]
-    * (climbed.provenance.get("clocks") or {}).get("max_sm_mhz", nan)
-    * flops_per_cycle
-    / 1e6
-    if climbed.rows
-    else nan
-)
 lab.read(
-    "A whisker spans the middle 60 % of the timings. cuBLAS reaches "
-    f"{', '.join(f'{sizes_of[n]:.0f}' for n in SIZES[:-1])} and {sizes_of[SIZES[-1]]:.0f} TFLOP/s "
-    "at the three sizes"
-    + (
-        f" ({peak:,.0f} would be possible at the GPU's highest clock). "
-        if peak > 0
-        else ". "
-    )
+    f"At size {SIZES[-1]:,} cuBLAS reaches {sizes_of[SIZES[-1]]:.0f} TFLOP/s. "
     + (
         "At every size the ring brings the larger part of the gain, and the matmul in flight the "
         "rest. "
@@ -1406,6 +1404,38 @@ def spread_of(name, n):
     return row["p20"], row["p80"]
 
 
+sm_count = climbed.provenance["sm_count"] if climbed.rows else nan
+
+
+def rounds_of(n):
+    """How many programs an SM runs one after another, if it gets the most of them."""
+    return -(-((n // BLOCK_M) * (n // BLOCK_N)) // sm_count)
+
+
+def where_it_lies():
+    """Whether roles lose with each program, or with each of its steps."""
+    if not climbed.rows:
+        return ""
+    lost = [
+        1e3
+        * (
+            climbed.at(provider="roles", n=n).iloc[0]["ms"]
+            - climbed.at(provider="one in flight", n=n).iloc[0]["ms"]
+        )
+        / rounds_of(n)
+        for n in SIZES
+    ]
+    if not 0 < max(lost) < 2 * min(lost):
+        return ""
+    first, *others = (f"{rounds_of(n):.0f}" for n in SIZES)
+    return (
+        f" Divided by the {first}, {' or '.join(others)} programs that an SM runs one after "
+        f"another, the loss is {min(lost):.1f} to {max(lost):.1f} µs, whether a program takes "
+        f"{SIZES[0] // BLOCK_K} steps or {SIZES[-1] // BLOCK_K}. So roles seem to lose at its "
+        "start or end, not in its steps; no run here isolates which."
+    )
+
+
 def beside_the_loop():
     """How much slower roles are than the loop with one matmul in flight, over the sizes."""
     slower = [
@@ -1423,13 +1453,14 @@ def beside_the_loop():
         spread_of("one in flight", n)[1] < spread_of("roles", n)[0] for n in SIZES
     )
     return (
-        "**Roles gain nothing:** in this run they are "
+        "**Roles gain nothing:** they are "
         f"{least:.1f} to {most:.1f} % slower than rung 3, and "
         + (
-            "the whiskers do not overlap."
+            "the whiskers (the middle 60 % of the timings) do not overlap."
             if apart
-            else "at some sizes the whiskers overlap."
+            else "at some sizes the whiskers (the middle 60 % of the timings) overlap."
         )
+        + where_it_lies()
     )
 
 
@@ -1439,8 +1470,9 @@ lab.read(beside_the_loop())
 # Why roles gain nothing here
 # ---------------------------
 #
-# To see who waits for whom, one program of a matmul of size 4,096 notes the clock around each wait,
-# in the first 16 of its 64 steps. Each bar is the median of steps 5 to 14, when the ring is full.
+# A clock inside the kernels shows why: one program of a matmul of size 4,096 notes the cycle around
+# each wait, in the first 16 of its 64 steps. Each bar is the median of steps 5 to 14, when the ring
+# is full.
 
 
 # Measuring
@@ -1644,13 +1676,12 @@ own_matmul = part(RING, "waits for a matmul")
 in_roles = max(cycles.get(lane, nan) for lane in ROLES)
 least_step = max(ahead, in_roles) < 1.01 * step_cycles
 lab.read(
-    f"A step cannot take less than {step_cycles:,.0f} cycles, in which the tensor cores never "
-    "rest. "
+    f"A step takes at least {step_cycles:,.0f} cycles, because the tensor cores need them for its "
+    "matmul. "
     + (
-        f"Rung 2 waits {own_matmul:,.0f} cycles for the matmul that it has just issued, and in the "
-        f"other {bare - own_matmul:,.0f} cycles of its step the tensor cores have none: its warps "
-        f"take {part(RING, 'asks for tiles'):,.0f} to ask for tiles, and "
-        f"{part(RING, 'waits at a barrier'):,.0f} to pass the barrier. "
+        f"In rung 2 they are then idle for {bare - step_cycles:,.0f} more, because its warps issue "
+        "the next matmul only when they have waited for this one (blue), asked for tiles (orange) "
+        "and passed the barrier (grey). "
         if abs(own_matmul / step_cycles - 1) < 0.02
         else f"Rung 2 takes {bare:,.0f}. "
     )
@@ -1665,12 +1696,15 @@ lab.read(
 # %%
 
 # Reading
-at_barrier = " and ".join(f"{share(lane, BOTH[0]):.0f}" for lane in ROLES[1:])
+at_barrier = [share(lane, BOTH[0]) for lane in ROLES[1:]]
 lab.read(
-    f"The consumers stand at a barrier (grey) for {at_barrier} % of a step, but the last matmul "
-    "runs meanwhile. The next one is issued before it ends, since a wait for it follows "
-    "(blue). So the tensor cores, which have work for "
-    f"{step_cycles / 2:,.0f} cycles of each step from either consumer, need not wait."
+    (
+        "The consumers wait at a barrier (grey) for more than half of a step"
+        if min(at_barrier) > 50
+        else "The consumers, too, wait at a barrier (grey)"
+    )
+    + ", but the tensor cores do not: when a consumer passes the barrier and issues its next "
+    "matmul, the one before still runs, and the consumer must then wait for it (blue)."
     if least_step
     else f"In rung 4 a step takes up to {in_roles:,.0f} cycles, {step_cycles:,.0f} at least."
 )
@@ -1690,32 +1724,20 @@ def measured(name, column, n=4096):
 in_whole = measured("ring", "cycles, thousands")
 in_cycles = in_whole / measured("one in flight", "cycles, thousands")
 faster = measured("ring", "clock, MHz") / measured("one in flight", "clock, MHz")
-sm_count = climbed.provenance["sm_count"] if climbed.rows else nan
-tiles = (4096 // BLOCK_M) * (4096 // BLOCK_N)
-rounds = -(-tiles // sm_count)  # of an SM that gets the most programs
+rounds = rounds_of(4096) if climbed.rows else nan
 noted = rounds * (4096 // BLOCK_K) * bare / 1e3
 lab.read(
     f"**A caution.** A noted step of rung 2 is {slower:.2f} times as long as one of rung 3, but "
-    f"the whole matmul takes only {longer:.2f} times as long"
     + (
-        f", or {in_cycles:.2f} times as many cycles"
-        + (
-            f": the clock ran {100 * (faster - 1):.0f} % faster during rung 2. "
-            if faster > 1.02
-            else ". "
-        )
-        + (
-            f"Its {rounds} rounds of programs, with {4096 // BLOCK_K} such steps each, would alone "
-            f"take {noted:,.0f} thousand cycles, but its whole matmul takes {in_whole:,.0f}. So "
-            "either noting the clock lengthens a step of rung 2, or its other steps are shorter; "
-            "this run does not show which."
-            if noted > in_whole
-            else "The rest is not explained."
-            if in_cycles < slower - 0.03
-            else ""
-        )
+        f"its whole matmul takes only {in_cycles:.2f} times as many cycles. "
         if counted
-        else ". Why, this run does not show."
+        else f"its whole matmul takes only {longer:.2f} times as long. "
+    )
+    + (
+        "So either noting the clock lengthens its steps, or its other steps are shorter; this run "
+        "does not show which."
+        if noted > in_whole
+        else "Why, this run does not show."
     )
 )
 
@@ -1729,6 +1751,8 @@ peak_then = (
     else nan
 )
 asks = {lane: part(lane, "asks for tiles") for lane in (LOOP, ROLES[0])}
+at_best = 2 * 4096**3 / flops_per_cycle / sm_count / 1e3  # thousand cycles
+busy = 100 * at_best / measured("one in flight", "cycles, thousands")
 
 
 def passed_together():
@@ -1779,6 +1803,27 @@ lab.together(
     ),
     whole,
     lab.read(
+        f"Rung 2's whole matmul of size 4,096 takes {longer:.2f} times as long as rung 3's, and "
+        f"{in_cycles:.2f} times as many cycles"
+        + (
+            f", because the clock ran {100 * (faster - 1):.0f} % faster. "
+            if faster > 1.02
+            else ". "
+        )
+        + (
+            f"Its {rounds:.0f} rounds of programs, with {4096 // BLOCK_K} steps as long as the "
+            f"noted ones each, would alone take {noted:,.0f} thousand cycles, but the whole matmul "
+            f"takes {in_whole:,.0f}. "
+            if noted > in_whole
+            else ""
+        )
+        + f"Over rung 3's whole matmul the tensor cores are busy for {busy:.0f} % of the cycles. "
+        "Programs that compute one tile of `c` after another might use some of the rest, which is "
+        "not tested here."
+    )
+    if counted
+    else None,
+    lab.read(
         f"During cuBLAS's matmul of size 8,192 the clock ran at {cublas_mhz:,.0f} MHz, at which "
         f"the tensor cores could do {peak_then:,.0f} TFLOP/s. Of these cuBLAS reaches "
         f"{100 * sizes_of[8192] / peak_then:.0f} %."
@@ -1790,13 +1835,14 @@ lab.together(
 # %%
 
 # Reading
-waits = sorted({f"{share(lane, *BOTH):.0f}" for lane in ROLES[1:]})
+least_waits = min(share(lane, *BOTH) for lane in ROLES[1:]) // 1
 lab.read(
-    f"**What changes is the warps' time.** The loop's warps already wait for "
-    f"{share(LOOP, *BOTH):.0f} % of each step, and spend {share(LOOP, 'asks for tiles'):.0f} % on "
-    f"asking for tiles; each consumer waits for {' to '.join(waits)} %. So roles free the "
-    "consumers' time, not the tensor cores'. This matmul has nothing to do in that time. Attention "
-    "has its softmax. How much of it fits, the next chapter measures."
+    f"**What changes is the warps' time.** In rung 3 they ask for tiles during "
+    f"{share(LOOP, 'asks for tiles'):.0f} % of each step, and wait for {share(LOOP, *BOTH):.0f} %; "
+    f"a consumer waits for {least_waits:.0f} % or more. So roles "
+    "free the consumers' time, not the tensor cores'. This matmul has nothing to compute in that "
+    "time, but attention has its softmax: one consumer can compute it while the tensor cores "
+    "multiply for the other. How much of it fits, the next chapter measures."
 )
 
 # %%
@@ -2100,8 +2146,8 @@ lab.read(
     f"**A race.** A wrong sum comes from {listed(wrong)}"
     + (
         f". Read from the right, {early} says that tiles {added('0')} were never added, tiles "
-        f"{added('1')} once, and tiles {added('2')} twice. The loader took the release at its "
-        "word, and put the next tile into a slot that was still to be read."
+        f"{added('1')} once, and tiles {added('2')} twice. The loader refilled slots that had been "
+        "released but not yet read, so the consumer read later tiles than it had waited for."
         if wrong == ["releases before it reads"] and re.fullmatch("[012]{6}", early)
         else "."
     )
@@ -2143,19 +2189,10 @@ reached = sorted(
     for name in ("one in flight", "roles")
     for n in SIZES
 )
-at_best = 2 * 4096**3 / flops_per_cycle / sm_count / 1e3  # thousand cycles
-busy = 100 * at_best / measured("one in flight", "cycles, thousands")
 lab.read(
     f"Our matmul reaches {reached[0].strip()} to {reached[-1].strip()} % of cuBLAS with roles and "
     "without, because inside the loop one matmul in flight already keeps the tensor cores busy. "
-    + (
-        f"Over rung 3's whole matmul of size 4,096 they are busy {busy:.0f} % of the cycles. "
-        "Programs that compute one tile of `c` after another might use some of the rest, which is "
-        "not tested here. "
-        if counted
-        else ""
-    )
-    + "Roles can pay where a loop has something to compute between its matmuls, as in the next "
+    "Roles can pay where a loop has something to compute between its matmuls, as in the next "
     "chapter."
 )
 
