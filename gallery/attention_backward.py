@@ -723,10 +723,10 @@ lab.together(
 )
 
 # %%
-# **The second sweep** mirrors the first. Its program holds ``q``, ``do``, ``lse`` and ``delta``, and
-# loops over tiles of keys, from key 0 to its last query. Nothing is transposed, because :math:`dQ`
-# takes :math:`dS` with queries as rows. ``add_keys`` loads ``k`` times the scale, so ``dq`` has its
-# scale already. After ``p`` come three lines:
+# **The second sweep** mirrors the first. Its program holds ``q``, ``do``, ``lse`` and ``delta``,
+# and loops over tiles of keys, from key 0 to its last query. Nothing is transposed, because
+# :math:`dQ` takes :math:`dS` with queries as rows. ``add_keys`` loads ``k`` times the scale, so
+# ``dq`` has its scale already. After ``p`` come three lines:
 
 lab.source(smallest.add_keys, "gradient")
 
@@ -783,8 +783,8 @@ lab.read(
 # **One sweep** is the first sweep with a fifth matmul, :math:`dQ = dS\, K`, at the end of its loop.
 # This takes :math:`dS` with queries as rows, so ``ds_t`` is transposed after all. With a
 # :term:`descriptor`, one instruction then adds a whole tile to the sums in memory, which hold
-# ``padded_q`` rows for each head, from query ``start_m`` on. This is from the package, where the
-# host applies the scale at the end:
+# ``padded_q`` rows for each head, from query ``start_m`` on. In the package the host applies the
+# scale at the end:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #    :language: python
@@ -991,10 +991,10 @@ runs = {
 (where, first), (_, second), (_, third) = runs.values()
 worst = max(row["error"] / row["tolerance"] for row in first)
 lab.read(
-    f"Both versions, with and without a mask, pass all {len(first)} checks in three dtypes "
-    f"{where}; no error is above {worst:.2f} of what is allowed. All {len(second) + len(third)} "
-    f"checks of awkward cases pass as well, such as lengths that no tile divides, heads that "
-    f"share keys, queries that see no key, and a gradient for `lse`."
+    f"Both versions, masked or not, pass all {len(first)} checks in three dtypes {where}, with at "
+    f"most {worst:.2f} of the error that is allowed. All {len(second) + len(third)} checks of "
+    f"awkward cases pass as well, such as lengths that no tile divides, heads that share keys, "
+    f"queries that see no key, and a gradient for `lse`."
 )
 
 # %%
@@ -1393,7 +1393,7 @@ lab.read(
     f"{skipping:.2f} times as long. "
     + "".join(f"On an {gpu} the order is the same. " for gpu in alike)
     + (
-        "But without a mask the compiled formula, three lines of PyTorch, is ahead of both."
+        "But without a mask the compiled formula is ahead of both."
         if compiled > 1.01 * full
         else ""
     )
@@ -1414,7 +1414,7 @@ by_compiler = {
 near = {name: abs(took[name, "full"] / by_compiler["full"] - 1) for name in measured}
 twin = min(near, key=near.get, default="none")
 lab.read(
-    "**The compiler replaces these three lines.** `torch.compile` searches PyTorch code for "
+    "**The compiler replaces the formula.** `torch.compile` searches PyTorch code for "
     "attention, and puts `scaled_dot_product_attention` (SDPA), PyTorch's fused attention, in its "
     "place. "
     + (
@@ -1473,7 +1473,7 @@ def at_points(name, behind="Kernel Book"):
 def how_often(name):
     ahead, behind = (len(found) for found in (at_points(name), left[name]))
     if not behind:
-        return f"{name} at all of them"
+        return f"{name} at all"
     return f"{name} at {ahead}" if behind > 3 else f"{name} at all but {behind}"
 
 
@@ -1491,8 +1491,8 @@ ratios = [  # of the fastest library to us
 ]
 lab.read(
     (
-        f"**Two sweeps are behind the best libraries.** Over three lengths, two head_dims and "
-        f"both masks, {len(all_rates)} points in all, they are behind "
+        f"**Two sweeps are behind the best libraries.** Of {len(all_rates)} points (three lengths, "
+        f"two head_dims, both masks), they are behind "
         f"{', and behind '.join(map(how_often, losses))}. The fastest library is up to "
         f"{max(ratios):.2f} times as fast. "
         if losses
@@ -1548,7 +1548,7 @@ fixed_wins = not unlike.get(FIXED, 1) and speed[FIXED] > 1.01 * max(
 lab.read(
     f"**FlashAttention can repeat its bits as well.** Its deterministic mode gave the same `dq` in "
     f"20 runs, and is {speed[FIXED] / speed['Kernel Book']:.2f} times as fast as two sweeps, timed "
-    f"in the same loop (4,096 tokens, causal). So two sweeps lose even where bits must repeat."
+    f"in the same loop (4,096 tokens, causal)."
     if fixed_wins
     else "**Which libraries give the same bits in every run?** The table below says so."
 )
@@ -1777,9 +1777,9 @@ wider = keys_at_once["all"] / keys_at_once["dkdv"] if tile_of else nan
 lab.read(
     f"**Tiles are a part of the loss.** Of the {lost:.1f} ms that one sweep loses, {one - two:.1f} "
     f"are in `dk` and `dv`, where nothing is added. Only tiles and warps differ: in one sweep a "
-    f"tile has {keys_at_once['all']} keys instead of {keys_at_once['dkdv']}. Smaller tiles would "
-    f"make {wider:.0f} times as many additions, because each tile of keys adds to all of `dq`."
-    if tile_of and one > two and wider > 1
+    f"tile has {keys_at_once['all']} keys instead of {keys_at_once['dkdv']}, which halves the "
+    f"additions to `dq`."
+    if tile_of and one > two and wider == 2
     else f"In the tiles of one sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}."
 )
 
@@ -1787,15 +1787,15 @@ lab.read(
 
 # Reading
 lab.read(
-    f"**The rest is in dq,** {adding - saved:.1f} ms. Most of its time lies behind the dashed line, "
-    f"where the kernel transposes dS and adds `dq` in memory."
+    f"**The rest is in dq,** {adding - saved:.1f} ms. Most of what one sweep takes for `dq` lies "
+    f"behind the dashed line: it pays for transposing dS, for adding `dq` in memory"
     + (
-        " It is also the only one here that spills registers to memory."
+        ", and for spilled registers, which only this kernel has."
         if spilling == ["head_dim 128, one sweep"]
-        else ""
+        else "."
     )
     + (
-        f" If matmuls hid all of this, one sweep would beat two."
+        " If matmuls hid all of this, one sweep would beat two."
         if at_once < min(two + saved, together)
         else ""
     )
@@ -1804,8 +1804,7 @@ lab.read(
 )
 
 # %%
-# No run isolates the additions from the spills. An estimate, in the fold, speaks for the additions,
-# but is no proof.
+# No run isolates the additions from the spills; an estimate, in the fold, speaks for the additions.
 
 # %%
 
@@ -2062,9 +2061,7 @@ for forward_mask in (False, True):
         for name, ours, truth in zip(("dq", "dk", "dv"), grads, truths, strict=True):
             row[name] = in_cell(relative(ours, truth))
         rows.append(row)
-lab.table(
-    rows, "Errors with the masks of the two passes, as shares of the largest element"
-)
+lab.table(rows, "Errors, as shares of the largest element, by the masks of the passes")
 
 # %%
 
@@ -2074,7 +2071,7 @@ _, lse = reference.attention(q, k, v, True)
 summed = (s - lse[..., None]).exp().sum(-1)[0, 0, 0]
 lab.read(
     f"The errors are largest where backward sees more keys than forward did: `lse` lacks these "
-    f"keys, so the weights exp(s − lse) of the first query sum to {summed:.0f} instead of 1. So a "
+    f"keys, so the weights exp(s − lse) of the first query sum to {summed:.0f} instead of 1. A "
     f"test needs a case with a mask and a case without."
 )
 
@@ -2089,16 +2086,8 @@ lab.read(
 
 # Reading
 lab.read(
-    (
-        f"The fastest library is up to {max(ratios):.2f} times as fast as two sweeps"
-        if losses
-        else "No library is faster"
-    )
-    + (
-        ", and FlashAttention is faster even with the same bits in every run."
-        if fixed_wins
-        else "."
-    )
+    ("The best libraries are faster than both" if losses else "No library is faster")
+    + (", FlashAttention even with the same bits in every run." if fixed_wins else ".")
 )
 
 

@@ -232,7 +232,8 @@ lab.read(
     f"{given_mib(last.get('length', nan)) / 1024:,.1f} GiB."
     + (f" At {fails[0]:,} standard attention runs out of memory." if fails else "")
     + f" Our kernels need no table; that of the package, from the next chapter, adds "
-    f"{last.get('Kernel Book, MiB', nan):,.0f} MiB for the backward pass."
+    f"{last.get('Kernel Book, MiB', nan):,.0f} MiB at {last.get('length', nan):,}, for the "
+    f"backward pass."
 )
 
 # %%
@@ -636,7 +637,7 @@ lab.source(run)
 
 
 # %%
-# We run it on the three keys again, now with three queries and a causal mask, on
+# We run it on the three keys, with three queries and a causal mask, on
 # ``runtime.DEVICE``: the GPU, or the CPU with Triton's interpreter. ``tl.dot`` needs 16 columns, of
 # which all but the first are zero. The queries are 4, which the scale :math:`1 / \sqrt{16}` turns
 # into 1.
@@ -654,9 +655,8 @@ print(*(f"{x:.3f}" for x in out[0, 0, :, 0].tolist()))
 # Causal stages
 # -------------
 #
-# With a :term:`causal mask`, a query sees only the keys up to its own position. So
-# many tiles need no work. The figure has 192 queries and 192 keys, with 32 queries or 16 keys in a
-# tile.
+# With a :term:`causal mask`, a query sees only the keys up to its own position, so many tiles need
+# no work. The figure has 192 queries and 192 keys, with 32 queries or 16 keys in a tile.
 #
 # .. image:: /figures/attention-stages.svg
 #    :alt: Six tiles of queries and twelve tiles of keys, half as long. The diagonal runs from the
@@ -673,7 +673,7 @@ print(*(f"{x:.3f}" for x in out[0, 0, :, 0].tolist()))
 # Take tile 1 of the figure, with queries 32 to 63. Its first query sees 33 keys, and every later
 # one sees these and more, so ``seen_by_all`` is 33. Its last query sees 64 keys, so
 # ``seen_by_some`` is 64. The first stage ends at key ``whole`` = 33 // 16 · 16 = 32, and the second
-# at key 64: two tiles each.
+# at key 64.
 #
 # The compiler unrolls ``tl.static_range`` into two loops, of which only the second masks.
 #
@@ -753,8 +753,8 @@ counted = trace(192, 192, True)
 # Reading
 in_stage = [(counted == stage).sum().item() for stage in (1, 2)]
 lab.read(
-    f"We let the kernel count the tiles that it computes. In the figure these are {in_stage[0]} "
-    f"whole ones, {in_stage[1]} cut ones, and none of the {counted.numel() - sum(in_stage)} beyond."
+    f"A counter in the kernel confirms the figure: {in_stage[0]} whole tiles, {in_stage[1]} cut "
+    f"ones, and none of the {counted.numel() - sum(in_stage)} beyond."
 )
 
 # %%
@@ -1198,8 +1198,7 @@ lab.read(
         if steps.share("PyTorch", mask="full") < 0.9 * rate_of_table
         else ". "
     )
-    + f"Softmax moves only half of the bytes, but takes {100 * of_steps:.0f} % of the time of the "
-    f"three steps"
+    + f"Timed step by step, softmax takes {100 * of_steps:.0f} % of the time for half of the bytes"
     + (
         ", because it runs far below the speed of a copy. "
         if moved.get("softmax", nan) < 0.5
@@ -1450,8 +1449,8 @@ def _fragile_kernel(
 
 
 # %%
-# Dashed lines in the figure stand at the ends of the tiles of keys. The rows called *guarded*
-# repeat a mistake in PyTorch, with the guards of this page.
+# Dashed lines mark the ends of the tiles of keys. The rows called *guarded* repeat a mistake in
+# PyTorch, with the guards of this page.
 
 
 # Measuring

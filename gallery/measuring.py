@@ -646,8 +646,7 @@ lab.read(
     f"Up to {bound[-1]:,} rows the graph is {min(gains):.0f} to {max(gains):.0f} times as fast, "
     "because one call replaces ten"
     + (
-        " (that one by one they do not take equal time is presumably the host, which is unsteady: "
-        "see the fold)"
+        " (the fold shows how unsteady the host is)"
         if max(by_host) > 1.2 * min(by_host)
         else ""
     )
@@ -763,7 +762,7 @@ lab.read(
 # -------------
 #
 # To see for which inputs the flush matters, we copy tensors of growing size, from a cold cache and
-# from a warm one. Guess: at which size does the cache help a copy most?
+# from a warm one.
 
 
 def copies():
@@ -1392,14 +1391,12 @@ by_median = [strays(n) if spread.rows else nan for n in SAMPLES]
 # %%
 
 # Reading
-times = at_most(spread.rows) or dict.fromkeys(PERCENT, nan)
-beyond = 100 * (times[100] / times[50] - 1)
 lab.read(
-    f"The slowest run takes {beyond:.0f} % longer than the median. Such runs pull the mean up, but "
-    "hardly the median, so this book reports the median, **p50**, and shows the spread as the band "
-    "from **p20** to **p80**. More runs make a median surer: in 95 of 100 samples from these runs, "
-    f"the median of {SAMPLES[0]} lies within {by_median[0]:.1f} % of that of all, and of "
-    f"{SAMPLES[1]}, as in this book, within {by_median[1]:.1f} %."
+    "Slow runs pull the mean up, but hardly the median, so this book reports the median, **p50**, "
+    "and shows the spread as the band from **p20** to **p80**. More runs make a median surer: in "
+    f"95 of 100 samples from these runs, the median of {SAMPLES[0]} lies within "
+    f"{by_median[0]:.1f} % of that of all, and of {SAMPLES[1]}, as in this book, within "
+    f"{by_median[1]:.1f} %."
 )
 
 # %%
@@ -1545,9 +1542,9 @@ lab.read(
     f"together with the large matmul. A and B were never more than {resolved:.2g} % apart, so with "
     f"some margin {counts_as_none:g} % is our threshold for kernels timed **in one loop**."
     + (
-        " It does not hold from one occasion to another: the fifth way found "
-        f"{occasions[0]:.1f} µs for the small softmax at the beginning of this page, and "
-        f"{occasions[1]:.1f} beside the ready-made loops. So compare only what one loop has timed."
+        " It does not hold across occasions: for the small softmax the fifth way found "
+        f"{occasions[0]:.1f} µs at first, and {occasions[1]:.1f} beside the ready-made loops. So "
+        "compare only what one loop has timed."
         if max(occasions) > (1 + counts_as_none / 100) * min(occasions)
         else ""
     )
@@ -1877,8 +1874,7 @@ lab.read(
     + ("on its shortest sequences" if shortest else "at worst")
     + f" and {top:.0f} % at best, so it has most to gain."
     + (
-        " (The roof of FP8 is twice as high, because NVIDIA states twice the speed; we have not "
-        "measured it.)"
+        " (The roof of FP8, twice as high, is what NVIDIA states; we have not measured it.)"
         if in_fp8 > 0
         else ""
     )

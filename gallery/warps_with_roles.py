@@ -10,8 +10,8 @@ can go wrong between them?*
 This matmul gains nothing: the best loop without roles (third bar) is at least as fast, because its
 steps already keep the tensor cores busy. Triton's ``tl.dot`` is no slower either. But with roles
 the warps that multiply no longer ask for tiles, and attention could compute its softmax in that
-time. So we first make a matmul fast without roles, then give it roles, find out why they gain
-nothing there, and take them to attention in the next chapter.
+time. So we make a matmul fast without roles, give it roles, find out why they gain nothing there,
+and take them to attention in the next chapter.
 
 You will learn
 
@@ -94,7 +94,7 @@ lab.read(
 )
 
 # %%
-# The bars above are four rungs of a ladder: three without roles, and one with. All need a copy that
+# The bars above are a ladder of four rungs, the first three without roles. All need a copy that
 # runs beside the matmuls, and a barrier at which warps wait for it.
 #
 # A tile by the copy engine
@@ -144,9 +144,9 @@ def copy_kernel(x_desc, y_desc):
 # the expected number of bytes has been written, and then the next begins by itself, with the count
 # that ``init`` has set.
 #
-# A thread must therefore say which phase it waits for, and it has one bit to say so, the *parity*.
-# Phases are numbered 0, 1, 2, …, and ``mbarrier.wait(barrier, parity)`` lets a thread pass when the
-# last phase that has ended has this parity. As a model in Python, with arrivals but no bytes:
+# A thread must therefore say which phase it waits for, by one bit, the *parity*. Phases are
+# numbered 0, 1, 2, …, and ``mbarrier.wait(barrier, parity)`` lets a thread pass when the last phase
+# that has ended has this parity. As a model in Python, with arrivals but no bytes:
 
 
 class Barrier:
@@ -164,8 +164,8 @@ class Barrier:
 
 
 # %%
-# A new barrier is in phase 0. Parity 0 blocks, because phase 0 has not ended. Parity 1 passes at
-# once, as if a phase −1 had ended before.
+# At a new barrier parity 0 blocks, because phase 0 has not ended, and parity 1 passes at once, as
+# if a phase −1 had ended before.
 
 
 # Drawing
@@ -780,9 +780,9 @@ lab.table(
 # One bit is enough, because no role can be two phases ahead: a slot is not filled again before it
 # has been read, nor read again before it has been filled.
 #
-# As Python generators both roles run without a GPU, so we can test the parities. Each ``yield``
-# names a barrier and the parity for which the role waits, and a short scheduler (in the script)
-# resumes a role when its barrier lets it pass. Both roles reach their end.
+# As Python generators both roles run without a GPU. Each ``yield`` names a barrier and the parity
+# for which the role waits, and a short scheduler (in the script) resumes a role when its barrier
+# lets it pass. Both reach their end.
 
 
 def loader(full, empty, n, slots):
@@ -994,14 +994,13 @@ lab.together(
 # Rung 4: a loader and two consumers
 # ----------------------------------
 #
-# To compare roles with rungs 1 to 3, we give them the same tiles. Their 128 × 256 sums need two
-# consumers, because they would be 256 :term:`registers <register>` for each thread of one, and a
-# thread has at most 255. Two things are new:
+# To be comparable, rung 4 has the tiles of rungs 1 to 3. It needs two consumers, because 128 × 256
+# sums would be 256 :term:`registers <register>` for each thread of one, and a thread has at most
+# 255. Two things are new:
 #
 # - **Two consumers release a slot.** It is empty when both have read it, so its barrier counts two:
 #   ``mbarrier.init(empty.index(s), count=2)``. With a count of one, each tile would end two phases,
-#   which bring the old parity back, so the loader may see no release. In our model all three roles
-#   then wait for ever.
+#   after which the parity is the old one: in our model all three roles then wait for ever.
 # - **Registers change hands.** The loader needs hardly any, so the consumers get its share. All
 #   threads start with 168: the SM's 65,536 over 3 × 128 threads, rounded down to a multiple of
 #   eight. (The loader's one warp counts as four, because ``setmaxnreg``, which moves registers,
@@ -1253,8 +1252,8 @@ lab.together(
 # What each rung gains
 # --------------------
 #
-# We time each rung beside ``torch.matmul``, which calls cuBLAS, and beside Triton's ``tl.dot``, for
-# which the compiler makes a ring without roles.
+# We time each rung beside ``torch.matmul``, which calls cuBLAS, and Triton's ``tl.dot``, for which
+# the compiler makes a ring without roles.
 
 
 # Measuring
@@ -1431,8 +1430,8 @@ def where_it_lies():
     return (
         f" Divided by the {first}, {' or '.join(others)} programs that an SM runs one after "
         f"another, the loss is {min(lost):.1f} to {max(lost):.1f} µs, whether a program takes "
-        f"{SIZES[0] // BLOCK_K} steps or {SIZES[-1] // BLOCK_K}. So roles seem to lose at its "
-        "start or end, not in its steps; no run here isolates which."
+        f"{SIZES[0] // BLOCK_K} steps or {SIZES[-1] // BLOCK_K}. So the loss seems to "
+        "lie at a program's start or end, not in its steps; nothing here isolates which."
     )
 
 
@@ -1703,8 +1702,8 @@ lab.read(
         if min(at_barrier) > 50
         else "The consumers, too, wait at a barrier (grey)"
     )
-    + ", but the tensor cores do not: when a consumer passes the barrier and issues its next "
-    "matmul, the one before still runs, and the consumer must then wait for it (blue)."
+    + ", but the tensor cores do not: a consumer issues its next matmul while the one "
+    "before still runs, for which it must then wait (blue)."
     if least_step
     else f"In rung 4 a step takes up to {in_roles:,.0f} cycles, {step_cycles:,.0f} at least."
 )
@@ -1837,12 +1836,12 @@ lab.together(
 # Reading
 least_waits = min(share(lane, *BOTH) for lane in ROLES[1:]) // 1
 lab.read(
-    f"**What changes is the warps' time.** In rung 3 they ask for tiles during "
+    "**What changes is the warps' time.** In rung 3 the warps ask for tiles during "
     f"{share(LOOP, 'asks for tiles'):.0f} % of each step, and wait for {share(LOOP, *BOTH):.0f} %; "
-    f"a consumer waits for {least_waits:.0f} % or more. So roles "
-    "free the consumers' time, not the tensor cores'. This matmul has nothing to compute in that "
-    "time, but attention has its softmax: one consumer can compute it while the tensor cores "
-    "multiply for the other. How much of it fits, the next chapter measures."
+    f"a consumer waits for {least_waits:.0f} % or more. So roles free the consumers' time, not the "
+    "tensor cores'. This matmul has nothing to compute in that time, but attention has its "
+    "softmax: one consumer can compute it while the tensor cores multiply for the other. How much "
+    "of it fits, the next chapter measures."
 )
 
 # %%
