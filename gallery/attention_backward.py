@@ -783,8 +783,8 @@ lab.read(
 # **One sweep** is the first sweep with a fifth matmul, :math:`dQ = dS\, K`, at the end of its loop.
 # This takes :math:`dS` with queries as rows, so ``ds_t`` is transposed after all. With a
 # :term:`descriptor`, one instruction then adds a whole tile to the sums in memory, which hold
-# ``padded_q`` rows for each head, from query ``start_m`` on. In the package the host applies the
-# scale at the end:
+# ``padded_q`` rows for each head, from query ``start_m`` on. These are lines of the package, whose
+# host applies the scale at the end:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #    :language: python

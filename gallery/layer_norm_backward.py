@@ -169,7 +169,7 @@ grown = 4 * (output_of_eight(1.001) - output_of_eight(1.0))
 assert abs(grown / 0.001 - dx_of_eight[0, 0]) < 0.01
 lab.read(
     f"What is left sums to {remains.sum():.0f}, and its dot product with `xhat` is "
-    f"{(remains * hat).sum():.0f}, as both arguments demand. A nudge confirms the first number of "
+    f"{(remains * hat).sum():.0f}. A nudge confirms the first number of "
     "`dx`: with 1.001 in place of the 1 the loss, four times the first output because `dy` is 4, "
     f"grows by {grown:.4f}, which is {dx_of_eight[0, 0]:.0f} times the nudge. To the first column "
     f"of `dw` this row adds `dy * xhat` = {(dy_of_eight * hat)[0, 0]:.0f}, and to that of `db` it "
@@ -374,8 +374,7 @@ lab.read(
 )
 
 # %%
-# After the loop each program holds its sums. The three ways to hand them over differ only in the
-# lines after ``sum_my_rows``.
+# The three ways to hand over these sums differ only in the lines after ``sum_my_rows``.
 #
 # The shortest way: an atomic add
 # -------------------------------
@@ -391,9 +390,8 @@ lab.read(
 # ``sem`` says with which other memory accesses the add must be ordered. Here there are none,
 # because the sums are read only after the kernel has ended, so ``"relaxed"`` is enough.
 #
-# This way works only for operations that the hardware performs in one step, such as adding a
-# number. To merge values that belong together, such as the maximum and the sum of an online
-# softmax, one needs a more general tool, a lock.
+# In one step the hardware adds only single numbers. To merge values that belong together, such as
+# the maximum and the sum of an online softmax, one needs a lock.
 
 
 # Measuring
@@ -513,20 +511,17 @@ lab.source(lock_kernel)
 # What breaks it: a lock without its protections
 # ----------------------------------------------
 #
-# To see what each protection prevents, a small kernel takes the same lock and leaves out one of
-# them at a time:
+# To see what each protection prevents, we take it away, by these changes to the numbered lines:
 #
 # .. code-block:: python
 #
-#    while tl.atomic_cas(lock_ptr, 0, 1, sem="acquire") != 0:  # without: sem="relaxed"
+#    while tl.atomic_cas(lock_ptr, 0, 1, sem="relaxed") != 0:  # 1, without acquire
 #        pass
-#    tl.debug_barrier()  # without the barriers: neither this one
-#    tl.store(sum_ptr + cols, tl.load(sum_ptr + cols) + x)
-#    tl.debug_barrier()  # nor this one
-#    tl.atomic_xchg(lock_ptr, 0, sem="release")  # without: sem="relaxed"
+#    # tl.debug_barrier()  # 2 and 3, without the barriers
+#    tl.atomic_xchg(lock_ptr, 0, sem="relaxed")  # 4, without release
 #
-# Each of 500 programs adds one row ``x``. The rows hold small integers, which float32 adds exactly
-# in any order, so any difference from the true sum is a lost addition.
+# Each of 500 programs adds one row to a buffer under the lock. The rows hold small integers, which
+# float32 adds exactly in any order, so any difference from the true sum is a lost addition.
 
 
 # Measuring
@@ -695,8 +690,7 @@ lab.read(
         f"Without {others} no run is wrong. This does not show that they can be left out, because "
         "without them the language promises no order"
         + (
-            " (this compiler happens to add the first barrier by itself, as the PTX in the fold "
-            "shows)."
+            " (this compiler adds the first barrier by itself, as the PTX in the fold shows)."
             if barriers_left == 1
             else "."
         )
@@ -775,10 +769,10 @@ lab.read(
 # What each way costs
 # -------------------
 #
-# How many programs are best, and does the way of handing over matter? The figure times the three
-# ways on 32,768 rows of 1,024 columns, in float32, from 128 programs that sum 256 rows each to
-# 16,384 programs that sum two. 100 % is the speed of a copy of ``dy``, in bytes per second. The
-# time of partial sums includes the second kernel.
+# What does each way cost, and with how many programs? The figure times the three ways on 32,768
+# rows of 1,024 columns, in float32, from 128 programs that sum 256 rows each to 16,384 that sum
+# two. 100 % is the speed of a copy of ``dy``, in bytes per second. The time of partial sums
+# includes the second kernel.
 
 # %%
 
@@ -849,8 +843,8 @@ of_x = 12 * 32768 // most
 many_of = of_ways["partial sums", most]
 allowed = 100 * of_x / (of_x + 16)  # x, dy, dx of float32, without the sums
 lab.read(
-    f"Partial sums are fastest with {best:,} programs of {32768 // best} rows each, and slower "
-    f"with fewer and with more. With {most:,} programs, 16 of every {of_x + 16} bytes belong to "
+    f"Partial sums are fastest with {best:,} programs of {32768 // best} rows each. "
+    f"With {most:,} programs, 16 of every {of_x + 16} bytes belong to "
     f"the sums, which alone would allow {allowed:.0f} %, and they reach {many_of:.0f} %. We did "
     "not measure what takes the rest, nor what makes few programs slow. "
     + (
@@ -895,7 +889,7 @@ lab.read(
     "first run "
     + " and ".join(f"in {runs_said(name)} {said[name]}" for name in together)
     + f", and in {runs_said('partial sums')} with partial sums, because a second kernel adds these "
-    "in one order. (On another GPU the number of programs may differ, and with it the last bits.)"
+    "in one order. (Another GPU may take another number of programs and give other bits.)"
 )
 
 # %%
@@ -965,7 +959,7 @@ lab.read(
         if atomics > -2
         else ""
     )
-    + "`layer_norm`, the function that the book's package offers, uses partial sums. At 1,024 "
+    + "In the book's package, `layer_norm` uses partial sums. At 1,024 "
     f"columns it launches {narrow:.0f} programs, each of which takes two rows at a time. Their "
     f"sums, written and read, add {share_of_sums[0]:.1f} % to the bytes of `x`, `dy` and `dx` in "
     "bfloat16"
@@ -1000,14 +994,14 @@ lab.together(
 )
 
 # %%
-# Many rows or no lock: which matters more
-# ----------------------------------------
+# Many rows or no lock
+# --------------------
 #
 # The key idea has two halves, summing many rows and storing without a lock. The kernel of
 # ``layer_norm`` can do one without the other, because it can also take a lock. It differs from the
 # small kernels: it takes 16-bit numbers, its programs can share 64 buffers with a lock each, and it
-# *loads ahead*, which means that its next rows are copied into :term:`shared memory`, the fast
-# storage of the SM, while it works on a row. It has no atomic add.
+# *loads ahead*, which means that its next rows are copied into :term:`shared memory` while it
+# works on a row. It has no atomic add.
 #
 # A *tile* is two rows of 1,024 columns, or one longer row. Where each program takes one tile, sums
 # are handed over *every tile*, and where it takes many, *once*.
@@ -1140,8 +1134,8 @@ if change:
     ]
     apart = (
         "Most of it comes from summing many rows: loading ahead, which only a program with a next "
-        f"tile can do, adds {min(gains):.0f} to {max(gains):.0f} % to the speed (one change at a "
-        "time, in the fold). "
+        f"tile can do, adds {min(gains):.0f} to {max(gains):.0f} % (one change at a time, in the "
+        "fold). "
     )
 behind = {
     n: round(ours) - round(locks)
@@ -1279,12 +1273,12 @@ lab.together(
 # How fast is it?
 # ---------------
 #
-# We compare the whole backward pass with what one would call otherwise. 100 % is again the bytes
-# per second of a copy, which moves :math:`2 N` where the backward pass moves :math:`3 N`. There are
-# 32,768 rows up to 4,096 columns, and :math:`2^{27}` numbers in longer rows. PyTorch is now
-# ``F.layer_norm``, and torch.compile compiles it. Liger and quack are libraries of open-source
-# kernels. All are called through autograd, except quack, whose backward kernels are called directly
-# with a float32 weight. The host's time counts for none of them.
+# The whole backward pass is timed beside ``F.layer_norm`` in PyTorch and compiled, and beside Liger
+# and quack, two libraries of open-source kernels. All are called through autograd, except quack,
+# whose backward kernels are called directly with a float32 weight. The host's time counts for none
+# of them. 100 % is again the bytes per second of a copy, which moves :math:`2 N` where the backward
+# pass moves :math:`3 N`. There are 32,768 rows up to 4,096 columns, and :math:`2^{27}` numbers in
+# longer rows.
 
 
 # Measuring
@@ -1369,8 +1363,8 @@ lab.read(
     f"{backward.summary(**in_dtypes[0])} In float32 it reaches {min(in_float32):.0f} % to "
     f"{max(in_float32):.0f} %. "
     + (
-        f"A library is ahead by more than 1 % in {len(losses)} of the {len(backward.points)} cases "
-        f"of both dtypes: {'; '.join(each)}."
+        f"In {len(losses)} of all {len(backward.points)} cases a library is ahead by more than "
+        f"1 %: {'; '.join(each)}."
         if losses
         else "In neither is a library ahead by more than 1 %."
     )
@@ -1398,16 +1392,16 @@ lab.read(
 
 # %%
 # Above 8,192 columns a row and its sums no longer fit in the registers of an SM, except rows of
-# 16,384 numbers of 16 bits, which stay *packed* in pairs. In all other wide rows programs share: a
-# *group* of them takes a row, each program one part of it, and then the group's next row. Each
-# column still belongs to one program, so ``dw`` and ``db`` need no exchange. But ``c1`` and ``c2``
-# are sums over all parts, which the programs tell each other through *slots* of memory, as in
-# :doc:`/chapters/softmax`, and so they wait for each other.
+# 16,384 numbers of 16 bits, which stay *packed* in pairs. Any other wide row is shared by a *group*
+# of programs, each of which takes one part of it. Each column still belongs to one program, so
+# ``dw`` and ``db`` need no exchange. But ``c1`` and ``c2`` are sums over all parts, which the
+# programs exchange through *slots* of memory, as in :doc:`/chapters/softmax`, and so they wait for
+# each other.
 #
 # So shared rows may be slow because programs wait, or because less is loaded ahead. In the last
 # line of the table the same kernel runs on rows of 2,048 columns, so that each part is a row of its
-# own, and nobody waits. (The table was timed on its own and without the second kernel, so its
-# numbers differ a little from the figure's.)
+# own, and nobody waits. (The table was timed on its own, without the second kernel, and
+# differs a little from the figure.)
 
 
 # Measuring
@@ -1566,7 +1560,7 @@ lab.together(
 # A gradient that sums over rows needs no lock. What makes it fast is that each program sums many
 # rows in registers before it hands over anything. Its partial sums then add few bytes, no program
 # waits to add, and a second kernel, which adds them in one order, gives the same bits in every run
-# on one GPU. Where the last bits do not matter, an atomic add does as well.
+# on one GPU. Where these bits do not matter, an atomic add is as fast.
 #
 # Exercises
 # ---------
