@@ -12,9 +12,9 @@ You will learn
 - why the additions get a :term:`warp` of their own;
 - how much of the promised speed one sweep delivers, and where the cycles of a step go.
 
-In the bars, “two sweeps” is plain Triton, “Kernel Book” is this chapter's last kernel, and “full”
-is without a mask. The fast kernels are in :term:`Gluon`, for Hopper GPUs (H100, H200). Read
-:doc:`/chapters/warps_with_roles` first, for rings and barriers.
+In the bars, “two sweeps” is plain Triton, and “full” is without a mask. “One sweep with roles” and
+“Kernel Book” are the first and the last step of this chapter, in :term:`Gluon`, for Hopper GPUs
+(H100, H200). Read :doc:`/chapters/warps_with_roles` first, for rings and barriers.
 """
 
 # sphinx_gallery_thumbnail_number = 6
@@ -146,7 +146,8 @@ lab.sketch(
 #    :end-before: # -- wait
 #    :dedent:
 #
-# Each program has a *counter* in memory, which starts at 0 and says how many steps it has added:
+# Each program has a *counter* in memory, which starts at 0 and says how many steps it has added.
+# ``tile`` is the number of the program, and ``at_query`` locates the sums of this step's queries:
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
 #    :pyobject: sweep_in_turn_kernel
@@ -154,11 +155,12 @@ lab.sketch(
 #    :end-before: tl.store(dk_ptr
 #    :dedent:
 #
-# - ``atomic_add`` of 0 *reads* a counter. With ``"acquire"``, all loads below see what the other
-#   program stored before it wrote.
-# - ``atomic_xchg`` *writes* a counter. With ``"release"``, all stores above come before it.
-# - A single thread performs each atomic. The first ``debug_barrier`` holds the other threads back
-#   until it has read, and the second holds it back until they have stored.
+# - ``atomic_add`` of 0 *reads* a counter, here that of the program of the keys before. With
+#   ``"acquire"``, all loads below see what that program stored before it wrote.
+# - ``atomic_xchg`` *writes* the program's own counter. With ``"release"``, all stores above come
+#   before it.
+# - A single thread performs each atomic. At the first ``debug_barrier`` the others wait until that
+#   thread has read, and at the second it waits until they have stored.
 
 
 # Measuring
@@ -280,10 +282,10 @@ lab.together(
 #    before it has also started, so it must have finished. Nothing holds our program up: it
 #    finishes, and then the same holds for the next.
 #
-# So, under this assumption, the launch ends. No manual promises that programs start in this order.
-# On a GPU where they did not, a launch could hang, but never give other bits, because no program
-# adds before its turn. The cure would be to draw each program's number from an atomic counter. The
-# package does without it, and all launches that a section below counts have ended.
+# So the launch ends. No manual promises the assumption. On a GPU that started programs in another
+# order, a launch could hang, but never give other bits, because no program adds before its turn. A
+# program that draws its number from an atomic counter would not need the assumption. The package
+# does need it, and rests on experience: every launch that a section below counts has ended.
 #
 # **The direction matters.** If ids *descend* with the keys, and a head has more tiles than there
 # are SMs, the programs that run wait for one that cannot start. The simulation of the next section
@@ -430,8 +432,7 @@ lab.read(
 #
 # *Without* an order nobody waits: a program asks the copy engine to add its part, and goes on. In a
 # *fixed* order it waits twice: for the turn, and then until the sums are in memory, because only
-# then may the counter say so. All warps of the small kernel stand still meanwhile. A second program
-# on the same SM could compute, but does not fit.
+# then may the counter say so. All warps of the small kernel stand still meanwhile.
 
 # Measuring
 held = {  # rows, columns, bytes of a number, where
@@ -471,7 +472,8 @@ operands = [(one.replace(" ", "\u00a0"), where) for one, where in operands]
 
 # Reading
 lab.read(
-    "A program of the fast kernel owns 128 keys, and at head_dim 128 its tiles "
+    "A second program on the same SM could compute meanwhile, but does not fit: a program of the "
+    "fast kernel owns 128 keys, and at head_dim 128 its tiles "
     f"fill {room['registers']} of the {capacity['registers']} KiB of registers and "
     f"{room['shared memory']} of the {capacity['shared memory']} KiB of shared memory of its SM."
 )
@@ -562,16 +564,10 @@ lab.together(
 # One step, wait by wait
 # ----------------------
 #
-# **Of what a step computes, only dS must go to shared memory as an operand.** A matmul of Hopper
-# takes its *right* operand from shared memory, and its *left* one from there or from registers,
-# where its result is, distributed as a left operand has to be. So we compute the *transposed*
-# scores :math:`K Q^\top`, and :math:`V dO^\top`: :math:`P^\top` and :math:`dS^\top` are left
-# operands where they are. But the part of :math:`dQ` needs :math:`dS` on the left, and a matmul can
-# transpose only what it reads from shared memory.
-#
-# A consumer only *issues* a matmul, and then does work that does not need the result. It waits
-# eight times: for the loader (1, 2), for its own matmuls (3, 4, 6, 8), for the other consumer (5)
-# and for the adder (7):
+# The matmul units should run all the time, although the five matmuls of a step need each other's
+# results. So a consumer only *issues* a matmul, and then does work that does not need the result.
+# It waits eight times: for the loader (1, 2), for its own matmuls (3, 4, 6, 8), for the other
+# consumer (5) and for the adder (7):
 #
 # .. image:: /figures/attention-backward-step.svg
 #    :alt: One step of consumer 0, and its eight waits. Four lanes, in which time runs down: adder,
@@ -583,11 +579,16 @@ lab.together(
 #          for the adder while dK runs, waits for dK (8), and frees the slot of Q. The adder adds
 #          the part of the step before until after wait 7, and then waits for its turn.
 #
-# From here on the code is that of the fast kernel, in Gluon and for head_dim 128.
+# **Of what a step computes, only dS must go to shared memory as an operand.** A matmul of Hopper
+# takes its *right* operand from shared memory, and its *left* one from there or from registers. So
+# we compute the *transposed* scores :math:`K Q^\top`, and :math:`V dO^\top`, because then
+# :math:`P^\top` and :math:`dS^\top` are left operands in the registers where they were made. But
+# the part of :math:`dQ` needs :math:`dS` on the left, and a matmul can transpose only what it reads
+# from shared memory. The code that follows is that of the fast kernel, for head_dim 128.
 #
 # **Waits 1 to 3: make P, while dP runs.** In step ``i`` a consumer meets the queries ``q`` and
-# their gradients ``do`` with its own 64 keys ``k`` and values ``v``. Its tiles ``s``, ``p``, ``dp``
-# and ``ds`` are transposed, with a row for each key:
+# their gradients ``do`` with its own 64 keys ``k`` and values ``v``; ``s``, ``p``, ``dp`` and ``ds``
+# have a row for each key:
 #
 # .. code-block:: python
 #
@@ -717,10 +718,12 @@ lab.sketch(
 # How the adder keeps the order
 # -----------------------------
 #
-# Only the *adder* waits for another program. Inside a program every wait is for something that
-# comes earlier in the step, or in a step before, so these waits end as well, and the proof still
-# holds. The consumers can have their buffer back as soon as the copy engine has *read* the part,
-# but the next program has to wait until the engine has *completed* the addition:
+# With roles the proof still holds, because only the *adder* waits for another program. Inside a
+# program every wait is for something earlier in the step, or in a step before, so these waits end.
+#
+# **The adder reports twice.** The consumers can have their buffer back as soon as the copy engine
+# has *read* the part, but the next program has to wait until the engine has *completed* the
+# addition:
 
 
 # Drawing
@@ -787,10 +790,9 @@ lab.sketch(
 #            mbarrier.arrive(part_empty.index(half))
 #        announce(counter_ptr, i + 1)
 #
-# ``tma.store_wait(0)`` waits until the engine has *read* both halves. The counter must promise
-# more, but Triton's atomics order only what threads store, while here the engine adds. So
-# ``announce`` waits until the engine has *completed* the additions and then writes the counter, in
-# four instructions of PTX.
+# ``tma.store_wait(0)`` waits until the engine has *read* both halves. Triton's atomics order only
+# what threads store, but here the engine adds. So ``announce`` waits, in four instructions of PTX,
+# until the engine has *completed* the additions, and then writes the counter.
 #
 # The sums are float32, and without the scale. Behind the sweep, and inside its time in all bars, a
 # small kernel multiplies them by the scale and writes :math:`dQ` in 16 bits.
@@ -1292,8 +1294,9 @@ def worst_of_each():
 # The same bits in every run
 # --------------------------
 #
-# On Hopper, in 16 bits, the package's version of this kernel is the backward pass of ``attention(q,
-# k, v)`` for most shapes.
+# Taking turns should give the same bits, and the right gradients, whatever the shape. Both were
+# checked on the package's version of this kernel, which on Hopper, in 16 bits, is the backward pass
+# of ``attention(q, k, v)`` for most shapes.
 
 # Measuring
 dtype = torch.float16 if runtime.INTERPRETED else torch.bfloat16
@@ -1516,9 +1519,9 @@ lab.together(
 #
 # The *ladder* begins at “one sweep with roles”, in which the consumers themselves ask for the
 # additions, and each *rung* adds one change to the rung above. The two sweeps of
-# :doc:`/chapters/attention_backward`, and one sweep in plain Triton, stand apart. All are credited
-# with five matmuls, even two sweeps, so a longer bar is a shorter time. Behind a bar stands its
-# gain over the rung above; ±0 is less than 2 %.
+# :doc:`/chapters/attention_backward`, and one sweep in plain Triton, which has other tiles and
+# operands, stand apart. All are credited with five matmuls, even two sweeps, so a longer bar is a
+# shorter time. Behind a bar stands its gain over the rung above; ±0 is less than 2 %.
 
 # Measuring
 SCATTER = 0.02  # of one kernel that the page times twice: the section on speed has it
@@ -1807,14 +1810,18 @@ lab.draw(
 # %%
 
 # Reading
+most = all(
+    gain("half the columns", mask, before("half the columns"))
+    == max(gain(rung, mask, before(rung)) for rung in [*LADDER][1:])
+    for mask in ("full", "causal")
+)
 lab.read(
-    f"**“Half the columns” {told('half the columns')}.** It makes one part of each step and not "
-    "two, so half as many bytes are added. **“Overlap”,** which issues the matmuls ahead as the "
-    f"code above does, {told('overlap')}. The last rung takes any length, and *stores* the part "
-    "of the first program of a head, so that the sums need no zeros. Only an order allows this; "
-    "the two changes were not timed apart. One sweep in plain Triton, which has other tiles and "
-    "operands, reaches "
-    f"{100 * steps.share('one sweep, plain Triton', mask='full'):.0f} % in full attention."
+    "**“Half the columns” "
+    + ("gains most" if most else told("half the columns"))
+    + ":** each step makes one part and not two, so half as many bytes are added. “Overlap” issues "
+    "the matmuls ahead, as the code above does. The last rung takes any length, and stores the "
+    "part of the first program of a head, so that the sums need no zeros. Only an order allows "
+    "this; the two changes were not timed apart."
 )
 
 # %%
@@ -1830,26 +1837,24 @@ as_simulated = (
 in_order_of_size = {n: len(simulate(32, 64, 132, True, at_once=n)) for n in (4, 16)}
 at_least = least(simulate(32, 64, 132, True, at_once=16))
 longer = in_order_of_size[4] / at_least - 1
+on_the_rung = (
+    "On the rung “a fixed order” all tiles of a head run at once, as in the middle panel of the "
+    "simulation, because the 4 · 32 tiles of four heads fit on the 132 SMs. Under a causal mask "
+    "“heads apart” mixes 16 heads, as in the lowest panel, about as many as the rungs without an "
+    "order. "
+)
 lab.read(
-    "**What the order costs.** On the rung “a fixed order” all tiles of a head run at once, as in "
-    "the middle panel of the simulation, because the 4 · 32 tiles of four heads fit on the 132 "
-    "SMs. Under a causal mask “heads apart” mixes 16 heads, as in the lowest panel; the rungs "
-    "without an order mix about as many. In full attention the order "
-    f"{verdict(gain('a fixed order', 'full', 'an adder'))}, although the adder waits for its turn "
-    f"{of_waits('adder waits, %', 1, 'full'):.0f} % of the time, as a mean over all tiles. "
-    f"Under a causal mask it {verdict(gain('a fixed order', 'causal', 'an adder'))}, and “heads "
-    f"apart” {verdict(gain('heads apart', 'causal', 'a fixed order'))}. "
-    + (
-        "The simulation, without an adder, foretold this pattern and a larger loss. "
-        if as_simulated
-        else ""
-    )
-    + (
-        "**So here the same bits cost nothing in the end:** “heads apart” is as fast as “an "
-        "adder”, which has no order."
-        if min(cost) >= -SCATTER
-        else f"With heads apart the order still {verdict(min(cost))}."
-    )
+    "**The order costs time only under a causal mask, and “heads apart” wins it back,** as the "
+    "simulation foretold, although with a larger loss. "
+    + on_the_rung
+    + "So here the same bits cost nothing in the end: “heads apart” is as fast as “an adder”, "
+    "which has no order. In full attention the order costs nothing, although the adder waits for "
+    f"its turn {of_waits('adder waits, %', 1, 'full'):.0f} % of the time."
+    if as_simulated and min(cost) >= -SCATTER
+    else on_the_rung
+    + f"In full attention the order {verdict(gain('a fixed order', 'full', 'an adder'))}; under a "
+    f"causal mask it {verdict(gain('a fixed order', 'causal', 'an adder'))}, and “heads apart” "
+    f"{verdict(gain('heads apart', 'causal', 'a fixed order'))}."
 )
 
 # %%
@@ -1983,9 +1988,7 @@ lab.read(
 )
 
 # %%
-# **What a step has to do.** Five matmuls are :math:`5 \cdot 2 \cdot 64 \cdot 128 \cdot 128`
-# operations, for which the matmul units of an SM, at 4,096 per cycle, need 2,560 cycles. Shared
-# memory moves 128 bytes per cycle.
+
 
 # Measuring
 STORED = gl.constexpr(2048)  # numbers of 4 bytes that a consumer stores at once: 8 KiB
@@ -2242,10 +2245,16 @@ ideal, bound = counted(whole_step)  # cycles of the matmul units, and of shared 
 without_sum = moved_kib["without the sum"] * KIB / 128
 assert without_sum < ideal < bound
 needed = cycles(whole_step)
+whole_measured = next(
+    (row["a step"] for row in of_all.rows if row["rung"] == "a fixed order"), nan
+)
 lab.read(
-    "**The part of dQ, written and read, lifts the cycles of shared memory** from "
-    f"{without_sum:,.0f} to {bound:,.0f} a step, above those of the matmuls. A kernel of nothing "
-    f"but the five matmuls and the step's stores takes {needed:,.0f} cycles for each step."
+    "**With the part of dQ, shared memory needs longer than the matmuls.** Five matmuls are "
+    f"5 · 2 · 64 · 128 · 128 operations, for which the units of an SM, at 4,096 per cycle, need "
+    f"{ideal:,.0f} cycles. Shared memory, at 128 bytes per cycle, needs {without_sum:,.0f} without "
+    f"the part, and {bound:,.0f} if the part is written and read. A kernel of nothing but the five "
+    f"matmuls takes {cycles('all five'):,.0f} cycles for each step, and {needed:,.0f} if it also "
+    f"stores as many bytes as a step. A step of “a fixed order” takes {whole_measured:,.0f}."
 )
 
 # %%
@@ -2306,9 +2315,8 @@ lab.together(
     ),
     moved_table,
     lab.read(
-        f"**The test.** The count is right to {off:.0f} %: a kernel of nothing but the five "
-        f"matmuls takes {cycles('all five'):,.0f} cycles for each step, and {needed:,.0f} if it "
-        "also stores as many bytes as a step moves besides its operands."
+        f"**The test.** The count is right to {off:.0f} % for a kernel of nothing but the five "
+        "matmuls, and for one that also stores as many bytes as a step moves besides its operands."
     ),
     by_part,
 )
@@ -2489,8 +2497,8 @@ lab.table(budget_rows() if BUDGET else [], "Where the cycles of a step go")
 left = left_of(*BUDGET["a fixed order"]) if in_order else nan
 lab.read(
     "**Twice in each step the matmul units pause:** until dS is made, and until the part is handed "
-    f"over. What is left, {left:,.0f} cycles in a fixed order, is matmuls that take longer than "
-    f"counted. With matmuls and stores alone these were {needed - ideal:,.0f}, so the load on "
+    f"over. In what is left, {left:,.0f} cycles in a fixed order, the matmuls take longer than "
+    f"counted. With matmuls and stores alone {needed - ideal:,.0f} were left, so the load on "
     "shared memory may account for most of them."
 )
 
@@ -2505,25 +2513,23 @@ free = [  # whether the part of the step before is out of the buffer when both c
     for before, both in zip(adders, in_step(traced.rows)[1:], strict=False)
 ]
 lost = 100 * (1 - any_order["a step"] / in_order["a step"]) if BUDGET else nan
+more_left = bool(BUDGET) and left_of(*BUDGET["no order"]) > left
 lab.read(
-    f"**Handing the part over takes {handed_over:,.0f} cycles,** of which storing it keeps shared "
-    f"memory busy for {to_store:.0f}. "
+    f"**From wait 6, handing the part over takes {handed_over:,.0f} cycles,** but dK, the only "
+    f"matmul under way, keeps the units busy for {UNDER_WAY:.0f} of them. Storing the part keeps "
+    f"shared memory busy for {to_store:.0f}. "
     + (
-        "It is not wait 7 that is long in the program drawn: the adder had always finished the "
-        "part before when the consumers came to it. "
+        "Wait 7 is not long in the program drawn, because the adder had always finished the part "
+        "before when the consumers came to it. "
         if free and all(free)
         else ""
     )
     + (
-        f"Without an order the second pause is shorter, and a step takes {lost:.0f} % fewer "
-        "cycles, but the ladder shows no gain of speed; why, we do not know."
+        "Without an order the second pause is shorter"
+        + (", more is left," if more_left else "")
+        + f" and a step takes {lost:.0f} % fewer cycles, but the ladder shows no gain of speed; "
+        "why, we do not know."
         if verdict(gain("a fixed order", "full", "an adder")) == NO_DIFFERENCE
-        else ""
-    )
-    + (
-        f" The adder drawn waits for its turn {turn:.0f} % of a step, more than the mean over "
-        f"tiles, {over_tiles('adder waits, %')}."
-        if turn > of_waits("adder waits, %", 1, "full") + 1
         else ""
     )
 )
@@ -2585,8 +2591,8 @@ lab.together(
 # Against the libraries
 # ---------------------
 #
-# We compare with cuDNN, through PyTorch's SDPA, and with FlashAttention 4, which adds in a fixed
-# order only in its deterministic mode.
+# Two libraries could do the same work for a user of PyTorch: cuDNN, through SDPA, and
+# FlashAttention 4, which adds in a fixed order only in its deterministic mode.
 
 # Measuring
 PEERS = ("SDPA cuDNN", "FlashAttention")
@@ -2897,7 +2903,8 @@ lab.read(
     f"points, is level at {verdicts[0]['no difference']}, and loses at {verdicts[0]['slower']}"
     + (f" ({named(slower)})" if named(slower) else "")
     + f". Without the order the sweep is faster at {verdicts[1]['faster']} of the "
-    f"{len(at_points)} points and slower at {verdicts[1]['slower']}."
+    f"{len(at_points)} points and slower at {verdicts[1]['slower']}, perhaps because its sums have "
+    "to be set to zero before."
     if speed.rows
     else f"{nan}"
 )
@@ -3014,12 +3021,13 @@ lab.together(
 # **Trusting that zeros stay zeros.** Beyond the last key, the copy engine fills a tile with zeros.
 # So a key that is not there has the score 0 and the weight :math:`e^{0 - \mathrm{lse}}`, which is
 # multiplied by zeros. But if lse is below about −88.7, this weight is infinite in float32, and
-# infinity times zero is not a number. So the kernel masks it.
+# infinity times zero is not a number. So the kernel masks it. At lse −100, a key that is not there
+# then adds to ``dq``:
 #
 # .. code-block:: python
 #
-#    weight = exp(0 - lse)  # wrong, for a key that is not there
-#    weight = where(key < seqlen_k, exp(0 - lse), 0)  # right
+#    weight = exp(0 - lse)  # wrong: adds nan
+#    weight = where(key < seqlen_k, exp(0 - lse), 0)  # right: adds 0
 
 
 # Measuring
@@ -3063,16 +3071,16 @@ lab.together(
 # **The same bits** come from taking turns, and all waits end if programs start in the order of
 # their ids.
 #
-# **The order is nearly free** in this kernel, in which a warp of its own waits, if under a causal
-# mask neighbouring programs belong to different heads.
+# **The order is nearly free** in this kernel, because a warp of its own waits, and because under a
+# causal mask neighbouring programs belong to different heads.
 
 # %%
 
 # Reading
 lab.read(
     f"**One sweep is faster than two at {verdicts[0]['faster']} of {len(at_points)} points,** but "
-    "by less than 7/5. In every step its shared sum loads shared memory and has to be handed over, "
-    "which may be part of the gap. The fastest library is ahead at "
+    "by less than 7/5. Part of the gap may be the shared sum, because it loads shared memory, and "
+    "because the matmul units pause while a part is handed over. The fastest library is ahead at "
     f"{everywhere} {len(at_points)} points."
     if speed.rows
     else f"{nan}"
