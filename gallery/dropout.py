@@ -100,8 +100,7 @@ def held_for_backward():
 lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward)
 
 # %%
-# The mask is half the size of the float16 activation itself. The seed costs 8 bytes, which the
-# table rounds to nothing.
+# The mask is half the size of the float16 activation. The seed's 8 bytes round to nothing.
 #
 # The idea
 # --------
@@ -305,7 +304,7 @@ drawing, copying = took.get("torch.rand_like(x)", nan), took.get("a copy", nan)
 multiplying, in_all = took.get("x * keep", nan), sum(took.values()) - copying
 lab.read(
     (
-        "Two of them take longer than their bytes explain. The product of `x` in float16 and "
+        "Two of the four take longer than their bytes explain. The product of `x` in float16 and "
         f"`keep` in bool takes {100 * multiplying / in_all:.0f} % of the time, and we have not "
         "looked into the cause. "
         if multiplying > 1.3 * copying * 5 / 4 and drawing > 1.3 * copying * 2 / 4
@@ -342,8 +341,8 @@ lab.source(masked_dropout_kernel)
 
 # %%
 # Each program finds its elements from its number within the :term:`launch`, and ``inside`` masks
-# those past the end. The number is converted to ``int64``, because from element :math:`2^{31}` on
-# its product with the block size does not fit into 32 bits.
+# those past the end. The number becomes an ``int64``, because large tensors need offsets of more
+# than 32 bits.
 #
 # .. dropdown:: How a kernel is launched, and how the book's operators do it
 #
@@ -1016,8 +1015,8 @@ lab.table(rows, "Do both runs use the same mask?")
 # Is it right?
 # ------------
 #
-# We compare the kernel with a truth in float64, from a Philox in plain PyTorch that shares no code
-# with it. Our error may be at most twice PyTorch's, or one unit in the last place (:term:`ulp`).
+# The truth is computed in float64, with a Philox in plain PyTorch that shares no code with the
+# kernel. Our error may be at most twice PyTorch's, or one unit in the last place (:term:`ulp`).
 
 
 def cases():
