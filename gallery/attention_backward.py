@@ -158,7 +158,7 @@ lab.read(
     f"{needs('standard attention', KEEPS) / 1024:.0f} GiB for the backward pass, which then "
     f"allocates {needs('standard attention', ALLOCATES) / 1024:.0f} GiB more. Our faster version, "
     f"**two sweeps**, needs {in_all['two sweeps']:.0f} MiB, and **one sweep** "
-    f"{in_all['one sweep']:.0f} MiB, because it adds one gradient up in float32. Inputs and "
+    f"{in_all['one sweep']:.0f} MiB, because it sums one gradient in float32. Inputs and "
     f"gradients, which every version needs, are not counted:"
 )
 
@@ -417,7 +417,7 @@ for i in torch.arange(4).split(2):  # tiles of queries
         dv_sum[j] += p_ij.T @ do[i]  # step 1
         ds_ij = p_ij * (do[i] @ v[j].T - delta[i, None])  # steps 1 and 3
         dq_sum[i] += scale * ds_ij @ k[j]  # step 5
-        dk_sum[j] += scale * ds_ij.T @ q[i]
+        dk_sum[j] += scale * ds_ij.T @ q[i]  # step 5
 
 # %%
 
@@ -574,7 +574,7 @@ lab.source(smallest.dkdv_kernel, "sweep", "write")
 lab.source(smallest.add_queries, "queries", "weights")
 
 # %%
-# The gradients are steps 1, 3 and 5, a line for each formula, with :math:`dS^\top = P^\top \circ
+# The gradients are steps 1, 3 and 5, with :math:`dS^\top = P^\top \circ
 # (dP^\top - \delta)`. The third argument of ``tl.dot`` is the sum that it adds to:
 
 lab.source(smallest.add_queries, "gradients")
@@ -870,7 +870,8 @@ lab.read(
 # ------------
 #
 # We check the gradients, the tiles that are visited, and whether runs differ. A gradient's distance
-# from float64 may be twice that of the formula in the same dtype, and in float32 eight times.
+# from float64 may be at most twice that of the formula in the same dtype, or eight times in
+# float32.
 
 
 # Measuring
@@ -992,7 +993,7 @@ runs = {
 worst = max(row["error"] / row["tolerance"] for row in first)
 lab.read(
     f"Both versions, masked or not, pass all {len(first)} checks in three dtypes {where}, with at "
-    f"most {worst:.2f} of the error that is allowed. All {len(second) + len(third)} checks of "
+    f"most {worst:.2f} of the allowed error. All {len(second) + len(third)} checks of "
     f"awkward cases pass as well, such as lengths that no tile divides, heads that share keys, "
     f"queries that see no key, and a gradient for `lse`."
 )
@@ -1073,11 +1074,11 @@ def dyed(*panels):
                 if hit:
                     axes.add_patch(Rectangle(at, width, height, fc=ink, alpha=0.3))
                 edge = {"fill": False, "ec": ink, "ls": "-" if hit else "--"}
-                axes.add_patch(Rectangle(at, width, height, **edge))
+                axes.add_patch(Rectangle(at, width, height, zorder=1 + hit / 2, **edge))
         n = len(stained) * height
         axes.plot((0, n), (0, n), color=lab.colour("Kernel Book"), linewidth=1.5)
         axes.set(xlim=(-2, n + 2), ylim=(n + 2, -2), xticks=[], yticks=[])
-        axes.set(aspect="equal", xlabel="keys →", ylabel="queries ↓")
+        axes.set(aspect="equal", xlabel="keys →", ylabel="← queries")  # turned: ↓
         axes.set_title(f"{owner}: NaN in {name[-2:]}", fontsize=11)
         axes.spines[:].set_visible(False)
         axes.grid(visible=False)
@@ -1189,13 +1190,13 @@ intensity = 5 * 2 * 1024 * 1024 * 128 / (8 * 1024 * 128 * 2)
 lab.read(
     f"Arithmetic limits the backward pass, because at 1,024 tokens it already does {intensity:.0f} "
     f"floating-point operations (FLOPs) per byte, more than the "
-    f"{at_best.get('FLOPs per byte', nan):.0f} for which the GPU has time while it moves one byte."
+    f"{at_best.get('FLOPs per byte', nan):.0f} that the GPU can do while it moves one byte."
 )
 
 # %%
-# So the :term:`limit` is a matmul, of two matrices of 8,192 by 8,192. Every version is credited
-# with five matmuls, half of that if causal. Two sweeps execute seven, so they can reach at most
-# :math:`5/7` of the limit, which does not bound a version that executes five. *Tiled PyTorch* is
+# So the :term:`limit` is the speed of a matmul, of two matrices of 8,192 by 8,192. Every version is
+# credited with five matmuls, half of that if causal. Two sweeps execute seven, so they can reach at
+# most :math:`5/7` of the limit; a version that executes five may pass that line. *Tiled PyTorch* is
 # the loop over tiles above. Only the backward pass is timed:
 
 
@@ -1472,9 +1473,7 @@ def at_points(name, behind="Kernel Book"):
 
 def how_often(name):
     ahead, behind = (len(found) for found in (at_points(name), left[name]))
-    if not behind:
-        return f"{name} at all"
-    return f"{name} at {ahead}" if behind > 3 else f"{name} at all but {behind}"
+    return f"at {ahead} to {name}" if behind else f"at all {ahead} to {name}"
 
 
 left = {name: [p for p in everywhere if p not in at_points(name)] for name in measured}
@@ -1492,8 +1491,8 @@ ratios = [  # of the fastest library to us
 lab.read(
     (
         f"**Two sweeps are behind the best libraries.** Of {len(all_rates)} points (three lengths, "
-        f"two head_dims, both masks), they are behind "
-        f"{', and behind '.join(map(how_often, losses))}. The fastest library is up to "
+        f"two head_dims, both masks), they lose "
+        f"{', and '.join(map(how_often, losses))}. The fastest library is up to "
         f"{max(ratios):.2f} times as fast. "
         if losses
         else ""
@@ -1775,8 +1774,8 @@ lab.draw(
 lost = whole - two - saved
 wider = keys_at_once["all"] / keys_at_once["dkdv"] if tile_of else nan
 lab.read(
-    f"**Tiles are a part of the loss.** Of the {lost:.1f} ms that one sweep loses, {one - two:.1f} "
-    f"are in `dk` and `dv`, where nothing is added. Only tiles and warps differ: in one sweep a "
+    f"**Tiles and warps are a part of the loss.** Of the {lost:.1f} ms that one sweep loses, "
+    f"{one - two:.1f} are in `dk` and `dv`, where nothing is added. Only tiles and warps differ: in one sweep a "
     f"tile has {keys_at_once['all']} keys instead of {keys_at_once['dkdv']}, which halves the "
     f"additions to `dq`."
     if tile_of and one > two and wider == 2
@@ -1788,11 +1787,11 @@ lab.read(
 # Reading
 lab.read(
     f"**The rest is in dq,** {adding - saved:.1f} ms. Most of what one sweep takes for `dq` lies "
-    f"behind the dashed line: it pays for transposing dS, for adding `dq` in memory"
+    f"beyond the dashed line. Besides a fifth matmul it "
     + (
-        ", and for spilled registers, which only this kernel has."
+        "transposes dS, adds `dq` in memory and, alone among these kernels, spills registers."
         if spilling == ["head_dim 128, one sweep"]
-        else "."
+        else "transposes dS and adds `dq` in memory."
     )
     + (
         " If matmuls hid all of this, one sweep would beat two."
@@ -1804,7 +1803,7 @@ lab.read(
 )
 
 # %%
-# No run isolates the additions from the spills; an estimate, in the fold, speaks for the additions.
+# No run tells these costs apart; an estimate, in the fold, speaks for the additions.
 
 # %%
 
@@ -1984,7 +1983,7 @@ lab.together(
 # What breaks it
 # --------------
 #
-# Each of these mistakes in the formulas runs without an error. In the right lines they are:
+# None of these mistakes raises an error. The lines are right, and the comments name the mistakes:
 #
 # .. code-block:: python
 #
@@ -2082,7 +2081,7 @@ lab.read(
 # The weights need not be stored, because one number per query, ``lse``, brings them back, and
 # another, ``delta``, stands for the sum over all keys. Two sweeps give each sum a program of its
 # own, and so the same bits in every run, for seven matmuls instead of five. In plain Triton one
-# sweep loses all the same, partly by its tiles, and mostly where it adds and spills.
+# sweep loses all the same, partly by its tiles and warps, and mostly in ``dq``.
 
 # Reading
 lab.read(

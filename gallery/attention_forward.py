@@ -71,8 +71,6 @@ def standard_attention(q, k, v, is_causal=False):
 # What the table costs
 # --------------------
 #
-# We count what the table costs in time and in memory.
-#
 # **Operations.** One head with :math:`N` queries, :math:`N` keys and head_dim :math:`D` has
 # :math:`N^2` scores, of :math:`D` multiplications and :math:`D` additions each. The second matmul,
 # weights times values, costs the same, so the total is :math:`4\, N^2 D` floating-point operations
@@ -117,7 +115,7 @@ lab.read(
     f"A matmul by cuBLAS runs at {peak.get('matmul, TFLOP/s', nan)} TFLOP/s and a copy at "
     f"{peak.get('copy, GB/s', nan):,} GB/s, so the {gpu} executes {needed:.0f} operations while it "
     f"moves a byte, and a kernel that does fewer waits for memory. Standard attention does at most "
-    f"{most}, because at head_dim 128 each score takes 4 × 128 operations and moves 8 bytes. "
+    f"{most}, because at head_dim 128 each score takes 4 × 128 operations and moves 4 × 2 bytes. "
     + (
         f"So memory alone keeps it below {100 * rate_of_table:.0f} % of the speed of a matmul."
         if most < needed
@@ -231,7 +229,7 @@ lab.read(
     f"{last.get('PyTorch, MiB', nan) / 1024:,.0f} GiB, and the rest "
     f"{given_mib(last.get('length', nan)) / 1024:,.1f} GiB."
     + (f" At {fails[0]:,} standard attention runs out of memory." if fails else "")
-    + f" Our kernels need no table; that of the package, from the next chapter, adds "
+    + f" Our kernels need no table; the package's kernel, from the next chapter, adds "
     f"{last.get('Kernel Book, MiB', nan):,.0f} MiB at {last.get('length', nan):,}, for the "
     f"backward pass."
 )
@@ -551,8 +549,8 @@ def _update(acc, l_i, m_i, qk, v):
 # - **p in 16 bits.** ``p.to(v.dtype)`` rounds ``p`` if the inputs have 16 bits, because a
 #   :term:`matrix unit` takes both operands in one format.
 # - **input_precision.** By default, ``tl.dot`` rounds float32 operands to :term:`TF32`, by up to a
-#   thousandth, so that the matmul is as coarse as one in float16. ``"ieee"`` does not, but cannot
-#   use the matrix units.
+#   thousandth, which is as coarse as float16. ``"ieee"`` does not, but keeps float32 off the matrix
+#   units; operands of 16 bits use them either way.
 #
 # A tile has ``BLOCK_M`` queries or ``BLOCK_N`` keys. A launch starts a :term:`grid` of programs,
 # one for each tile of queries along axis 0 and for each head along axis 1. Each begins with the
@@ -576,7 +574,7 @@ def _begin(q_ptr, seqlen_q, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr):
 # %%
 # The first kernel loops over all keys and masks every tile. ``n_visible`` says how many keys each
 # query sees. Keys and values past the end are loaded as zeros by ``other=0.0``, because without it
-# they are undefined: their scores are masked, but ``p @ v`` would multiply a weight of 0 by a NaN.
+# they are undefined: their scores are masked, but ``p @ v`` could multiply a weight of 0 by a NaN.
 
 
 @triton.jit
@@ -612,7 +610,7 @@ def _first_kernel(
 
 
 # %%
-# The host allocates the output and launches the grid with ``kernel[grid](...)``.
+# On the host, ``run`` allocates the output and launches the grid with ``kernel[grid](...)``.
 
 # Measuring
 BLOCKS = {"BLOCK_M": 32, "BLOCK_N": 16}  # small, so that a test input has several tiles
@@ -656,7 +654,7 @@ print(*(f"{x:.3f}" for x in out[0, 0, :, 0].tolist()))
 # -------------
 #
 # With a :term:`causal mask`, a query sees only the keys up to its own position, so many tiles need
-# no work. The figure has 192 queries and 192 keys, with 32 queries or 16 keys in a tile.
+# no work. The figure has 192 queries and 192 keys, in tiles of 32 queries by 16 keys.
 #
 # .. image:: /figures/attention-stages.svg
 #    :alt: Six tiles of queries and twelve tiles of keys, half as long. The diagonal runs from the
@@ -675,7 +673,7 @@ print(*(f"{x:.3f}" for x in out[0, 0, :, 0].tolist()))
 # ``seen_by_some`` is 64. The first stage ends at key ``whole`` = 33 // 16 · 16 = 32, and the second
 # at key 64.
 #
-# The compiler unrolls ``tl.static_range`` into two loops, of which only the second masks.
+# The compiler unrolls ``tl.static_range`` into two loops, with ``CUT`` 0 and 1.
 #
 # .. literalinclude:: attention_forward.py
 #    :language: python
@@ -858,9 +856,9 @@ lost = lab.Case("", "", without, theirs, truth, factor=4).row()
 assert not lost["ok"]
 lab.read(
     f"**The check, checked.** Against float64, each version may err by four times as much as "
-    f"standard attention in the same dtype. Without one of eight tiles of keys, the error is "
-    f"{lost['error']:.1g} of the largest output where {lost['tolerance']:.1g} is allowed. One tile "
-    f"out of 64, at length 4,096, is noticed as well."
+    f"standard attention in the same dtype. If a kernel leaves out one of eight tiles of keys, the "
+    f"error is {lost['error']:.1g} of the largest output, where {lost['tolerance']:.1g} is "
+    f"allowed. One of 64, at length 4,096, is noticed as well."
 )
 
 # %%
@@ -1200,7 +1198,7 @@ lab.read(
     )
     + f"Timed step by step, softmax takes {100 * of_steps:.0f} % of the time for half of the bytes"
     + (
-        ", because it runs far below the speed of a copy. "
+        ", far longer than a copy of them. "
         if moved.get("softmax", nan) < 0.5
         else ". "
     )
@@ -1328,8 +1326,8 @@ lab.together(
 
 # Reading
 lab.read(
-    f"**Tiles alone hardly help.** In plain PyTorch, where every operation still writes its tile "
-    f"to memory, they take {slower:.1f} times as long as the whole table without a mask. "
+    f"**Tiles alone are not enough.** In plain PyTorch, where every operation still writes its "
+    f"tile to memory, they take {slower:.1f} times as long as the whole table without a mask. "
     + (
         f"With the mask, which lets them skip tiles, they are {100 * (under_mask - 1):.0f} % "
         f"faster."
@@ -1373,21 +1371,20 @@ def standing(name):
 
 
 lab.read(
-    (
-        f"**What is still missing.** With the mask the kernel in stages falls from "
-        f"{percent('in stages', 'full')} to {percent('in stages', 'causal')}. The masked scores in "
-        f"the cut tiles explain {explained:.0f} of these "
-        f"{100 * (own['full'] - own['causal']):.0f} points. A suspect for the others is uneven "
-        f"work, because programs for late queries have more tiles."
-        if not own["full"] - own["causal"] <= 0.03
-        else "**What is still missing.** With the mask the kernel is about as fast per operation "
-        "as without."
-    )
+    "**What is still missing.** "
     + (
-        f" The kernel is {standing('SDPA flash')} FlashAttention-2 and {standing('SDPA cuDNN')} "
-        f"cuDNN."
+        f"The kernel is {standing('SDPA flash')} FlashAttention-2 and {standing('SDPA cuDNN')} "
+        f"cuDNN. "
         if len(theirs_at) >= 4
         else ""
+    )
+    + (
+        f"With the mask the kernel in stages falls from {percent('in stages', 'full')} to "
+        f"{percent('in stages', 'causal')}. The masked scores in the cut tiles explain "
+        f"{explained:.0f} of these {100 * (own['full'] - own['causal']):.0f} points. A suspect for "
+        f"the others is uneven work, because programs for late queries have more tiles."
+        if not own["full"] - own["causal"] <= 0.03
+        else "With the mask the kernel is about as fast per operation as without."
     )
 )
 
@@ -1586,8 +1583,8 @@ safe = [
 ]
 lab.read(
     f"**No maximum.** On paper the maximum cancels, but in float32 the exponential of 89 is "
-    f"infinite. In this row scores reach {max(largest):.0f}, and most queries divide infinity by "
-    f"infinity, which is NaN. The {len(safe)} that stay right have no score above "
+    f"infinite. In this row scores reach {max(largest):.0f}, and all but {len(safe)} queries "
+    f"divide infinity by infinity, which is NaN. Those {len(safe)} have no score above "
     f"{max(safe):.0f}."
 )
 

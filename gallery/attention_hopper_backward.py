@@ -587,8 +587,8 @@ lab.together(
 # from shared memory. The code that follows is that of the fast kernel, for head_dim 128.
 #
 # **Waits 1 to 3: make P, while dP runs.** In step ``i`` a consumer meets the queries ``q`` and
-# their gradients ``do`` with its own 64 keys ``k`` and values ``v``; ``s``, ``p``, ``dp`` and ``ds``
-# have a row for each key:
+# their gradients ``do`` with its own 64 keys ``k`` and values ``v``. The rows of ``s``, ``p``,
+# ``dp`` and ``ds`` are keys:
 #
 # .. code-block:: python
 #
@@ -1848,8 +1848,8 @@ lab.read(
     "simulation foretold, although with a larger loss. "
     + on_the_rung
     + "So here the same bits cost nothing in the end: “heads apart” is as fast as “an adder”, "
-    "which has no order. In full attention the order costs nothing, although the adder waits for "
-    f"its turn {of_waits('adder waits, %', 1, 'full'):.0f} % of the time."
+    "which has no order. In full attention the order makes no difference, although the adder waits "
+    f"for its turn {of_waits('adder waits, %', 1, 'full'):.0f} % of the time, on average."
     if as_simulated and min(cost) >= -SCATTER
     else on_the_rung
     + f"In full attention the order {verdict(gain('a fixed order', 'full', 'an adder'))}; under a "
@@ -2250,11 +2250,12 @@ whole_measured = next(
 )
 lab.read(
     "**With the part of dQ, shared memory needs longer than the matmuls.** Five matmuls are "
-    f"5 · 2 · 64 · 128 · 128 operations, for which the units of an SM, at 4,096 per cycle, need "
+    "5 · 2 · 64 · 128 · 128 operations, for which the units of an SM, at 4,096 per cycle, need "
     f"{ideal:,.0f} cycles. Shared memory, at 128 bytes per cycle, needs {without_sum:,.0f} without "
     f"the part, and {bound:,.0f} if the part is written and read. A kernel of nothing but the five "
     f"matmuls takes {cycles('all five'):,.0f} cycles for each step, and {needed:,.0f} if it also "
-    f"stores as many bytes as a step. A step of “a fixed order” takes {whole_measured:,.0f}."
+    "stores as many bytes as a step moves besides. A step of “a fixed order” takes "
+    f"{whole_measured:,.0f}."
 )
 
 # %%
@@ -3071,8 +3072,8 @@ lab.together(
 # **The same bits** come from taking turns, and all waits end if programs start in the order of
 # their ids.
 #
-# **The order is nearly free** in this kernel, because a warp of its own waits, and because under a
-# causal mask neighbouring programs belong to different heads.
+# **The order is nearly free** in this kernel, in which a warp of its own waits, if under a causal
+# mask neighbouring programs belong to different heads.
 
 # %%
 

@@ -136,9 +136,9 @@ lab.table(
 #    *some* query sees, and which keys *all* of them see.
 #
 # **One tile, by hand.** Take tiles of 4 queries and 4 keys, a window of (9, 0), and the queries 12
-# to 15. Query 12 sees keys 3 to 12, and query 15 keys 6 to 15. So some query sees each of the keys
-# 3 to 15, and all of them see the keys 6 to 12. The loop over keys falls into three: two edges that
-# are masked, and between them a middle without a mask.
+# to 15. Query 12 sees keys 3 to 12, and query 15 keys 6 to 15. So each of the keys 3 to 15 is seen
+# by some query, and the keys 6 to 12 by all. The loop over keys falls into three: two masked
+# edges, and between them a middle without a mask.
 
 
 # Drawing
@@ -216,8 +216,8 @@ lab.sketch(
 )
 
 # %%
-# Orange tiles are masked, blue ones whole, and dashed ones never loaded. The loops begin and end at
-# the four keys above, rounded to tiles:
+# Orange tiles are masked, blue ones whole, and dashed ones never loaded. The loops begin and end
+# with the two ranges, 3 to 15 and 6 to 12, rounded to tiles:
 
 # Reading
 lab.table(
@@ -262,10 +262,10 @@ lab.table(
 # ``whole``.
 #
 # **The kernel.** Here it is for one head in float32 and a causal window (``right`` = 0). Queries
-# and keys come in tiles of ``BLOCK``, which divides the length. A program loads the queries
-# ``first_query`` to ``last_query``, ``queries`` for short, scales them, and keeps the running
-# maximum ``m_i``, sum ``l_i`` and output ``acc`` of :doc:`/chapters/attention_forward`. First it
-# computes the numbers of the table:
+# and keys come in tiles of ``BLOCK``, which divides the length. A program loads its
+# ``queries``, from ``first_query`` to ``last_query``, scales them, and keeps the running maximum
+# ``m_i``, sum ``l_i`` and output ``acc`` of :doc:`/chapters/attention_forward`. First it computes
+# the numbers of the table:
 
 lab.source(small.window_kernel, "stages")
 
@@ -357,10 +357,10 @@ errors = {f"a window of ({left}, 0), 64 tokens": errors_of(out, q, k, v, seen)}
 # With 16,384 tokens, a window of 1,025 keys (1,024 before the query, and its own) leaves an eighth
 # of the scores of a causal mask, so ideally it takes an eighth of the time. In the figure, 100 % is
 # the time of ``attention`` with a causal mask and no window, and the dashed line marks the share of
-# the scores. *Kernel Book* is what ``attention`` runs by itself: on a Hopper GPU, the faster kernel
-# of :doc:`a later chapter </chapters/attention_hopper>`; *plain Triton* is this chapter's kernel,
-# as the operator contains it; *FlashAttention* is version 4. All have 16 heads of ``head_dim`` 128,
-# in bfloat16.
+# the scores. *Kernel Book* is what ``attention`` runs by default: on a Hopper GPU, the faster
+# kernel of :doc:`a later chapter </chapters/attention_hopper>`; *plain Triton* is this chapter's
+# kernel, as the operator contains it; *FlashAttention* is version 4. All have 16 heads of
+# ``head_dim`` 128, in bfloat16.
 
 # Measuring
 BF16 = torch.bfloat16
@@ -548,10 +548,20 @@ def more_time(much, digits=0):
     return f"{100 * abs(much):.{digits}f} % {'longer' if much >= 0 else 'less'}"
 
 
+def digits_for(aim, *costs):
+    """How many digits tell the costs from their aim, in percent."""
+    apart = (
+        digits
+        for digits in range(4)
+        if all(f"{cost:.{digits}%}" != f"{aim:.{digits}%}" for cost in costs)
+    )
+    return next(apart, 3)
+
+
 def against(aim, costs):
     """What became of the aim, the largest share of the time that a pass may take."""
     met = [passes for passes in costs if costs[passes] <= aim]
-    close = any(f"{cost:.0%}" == f"{aim:.0%}" for cost in costs.values())
+    digits = digits_for(aim, *costs.values())
     verdict = (
         f"is reached {met[0]} and missed {next(p for p in PASSES if p not in met)}"
         if len(met) == 1
@@ -559,7 +569,7 @@ def against(aim, costs):
         if met
         else "is missed in both passes"
     )
-    return f"**the aim, at most {100 * aim:.{1 if close else 0}f} %, {verdict}**"
+    return f"**the aim, at most {100 * aim:.{digits}f} %, {verdict}**"
 
 
 def beside_flash():
@@ -887,12 +897,12 @@ copied = 1e3 * traffic.milliseconds_at("copy", keys=1)
 left_over = {left: found["the rest"] for left, found in by_window.items()}
 least, most = (end(left_over[left] for left in SHOWN) for end in (min, max))
 lab.read(
-    "Needed and masked scores are computed from the time per needed score without a window, and "
-    "the rest is what is left. "
+    "The times of needed and masked scores are estimated from the time per needed score without a "
+    "window, and the rest is what is left. "
     + (
-        f"**The rest, {least:.0f} to {most:.0f} µs, does not grow with the window**, so the "
-        "shorter the window, the further it lies above its share. "
-        if left_over[wide] < 1.2 * left_over[short]
+        f"**The rest, {least:.0f} to {most:.0f} µs, is longest for the shortest window**, so short "
+        "windows lie furthest above their share. "
+        if left_over[0] == max(left_over.values())
         else f"The rest is {least:.0f} to {most:.0f} µs. "
     )
     + (
@@ -1013,8 +1023,8 @@ lab.read(
 # %%
 # **How a program finds its sequence.** The offsets are on the GPU, and reading them would make the
 # host wait. So the host is given only the length of the longest sequence, and launches as many
-# programs for each as that one needs, here two. A program reads two neighbouring offsets, and
-# returns at once if its tile lies past the end:
+# programs for each as that one needs: two in the figure, whose tiles have 4 queries. A program
+# reads two neighbouring offsets, and returns at once if its tile lies past the end:
 
 lab.source(small.packed_kernel, "place")
 
@@ -1147,7 +1157,8 @@ lab.read(
         if len(set(BY_ITSELF.values())) == 1
         else f"{BY_ITSELF['forward']} forward, and {BY_ITSELF['backward']} backward"
     )
-    + ", because each was faster when we compared both."
+    + f", because {'it' if len(set(BY_ITSELF.values())) == 1 else 'each'} was the faster of our "
+    "two when we compared them."
 )
 
 # %%
@@ -1279,9 +1290,10 @@ def packed_cost(name, passes):
 
 
 kept = {passes: packed_cost("Kernel Book", passes) for passes in PASSES}
+digits = digits_for(SHARE / OF_PADDED, *kept.values())
 lab.read(
-    f"**Packing leaves {100 * kept['forward']:.0f} % of the padded time** forward, and "
-    f"{100 * kept['backward']:.0f} % backward; {against(SHARE / OF_PADDED, kept)}."
+    f"**Packing leaves {100 * kept['forward']:.{digits}f} % of the padded time** forward, and "
+    f"{100 * kept['backward']:.{digits}f} % backward; {against(SHARE / OF_PADDED, kept)}."
 )
 
 # %%
@@ -1293,10 +1305,12 @@ for name in PACKERS:
     more = {passes: kept[passes] / at[passes] - 1 for passes in PASSES}
     slower = [
         f"{100 * more[passes]:.0f} % longer {passes}"
-        for passes in PASSES
         if more[passes] > 0.01
+        else f"about as long {passes}"
+        for passes in PASSES
+        if more[passes] >= -0.01
     ]
-    if slower:
+    if max(more.values()) > 0.01:
         ahead.append(f"beside {name}, ours takes {' and '.join(slower)}")
     beyond += [f"{name} {passes}" for passes in PASSES if at[passes] < SHARE]
 if kept["forward"] == kept["forward"]:
@@ -1335,7 +1349,7 @@ lab.read(
         if two_kernels
         else ""
     )
-    + "With plain Triton for both, packing takes "
+    + "With plain Triton for the padded batch too, packing takes "
     f"{more_time(in_triton['forward'])} than its share forward, and "
     f"{more_time(in_triton['backward'])} backward"
     + (
@@ -1356,10 +1370,10 @@ lab.read(
 # keys and values are read.
 #
 # To reach it, all SMs must read. One program per head leaves most of them idle, so we split the
-# *keys*: each program computes the output of a part of them, as if there were no others, and then
-# the parts are merged (*Flash-Decoding*). In the figure the dashed line is a copy
-# of the same keys and values, read and written bytes together. Decoding only reads, so the copy is
-# a yardstick and no hard limit.
+# *keys*: each program computes the output of a part of them, as if there were no others, and the
+# parts are merged (*Flash-Decoding*). In the figure the dashed line is a copy of the same keys and
+# values, read and written bytes together. Decoding only reads, so the copy is a yardstick and no
+# hard limit.
 
 # Measuring
 CACHE = {"heads": HEADS, "heads_k": HEADS, "head_dim": 128, "dtype": BF16}
@@ -1464,7 +1478,7 @@ lab.read(
 )
 
 # %%
-# Each part knows only its own keys, so the merge must weigh the outputs of the parts.
+# Each part knows only its own keys, so the merge must weight their outputs.
 
 
 # Drawing
@@ -1673,9 +1687,9 @@ lab.read(
 )
 
 # %%
-# In each column, 100 % is again the speed of a copy of the same keys and values. *One part* is our
-# kernel without a split; the figure above was timed apart. In the last column, a batch of 8, 32
-# query heads share 8 heads of keys.
+# Again, 100 % is the speed of a copy of the same keys and values. *One part* is our kernel without
+# a split; the figure above was timed apart. The last column has a batch of 8, in which 32 query
+# heads share 8 heads of keys.
 
 
 # Measuring
@@ -1789,7 +1803,7 @@ lab.read(
 # %%
 
 # Reading
-at_few, few_peer = best_reader(few)
+_, few_peer = best_reader(few)
 most = max(few_peer, of_ours[2])
 all_keys, one_tile = micro("Kernel Book", few), micro("one tile in each part", few)
 at_copy_speed = {  # microseconds
@@ -1801,15 +1815,14 @@ at_copy_speed = {  # microseconds
 reading = at_copy_speed[f"{KEY_LENGTHS[0]:,} keys"]
 lab.read(
     (
-        f"**With {KEY_LENGTHS[0]:,} keys no version reaches half of a copy's speed**: {at_few} "
-        f"{100 * few_peer:.0f} %, ours {100 * of_ours[2]:.0f} %. "
+        f"**With {KEY_LENGTHS[0]:,} keys no version reaches half of a copy's speed.** "
         if most < 0.5
         else f"With {KEY_LENGTHS[0]:,} keys ours reads at {100 * of_ours[2]:.0f} % of a copy's "
         "speed. "
     )
     + (
         "The bandwidth is not what limits ours here, because half of these keys, in as many parts, "
-        f"take {one_tile:.1f} µs, much more than half of {all_keys:.1f}."
+        f"still take {one_tile:.1f} of the {all_keys:.1f} µs."
         if one_tile > 0.6 * all_keys
         else f"Half of these keys, in as many parts, take {one_tile:.1f} µs instead of "
         f"{all_keys:.1f}."
@@ -1948,8 +1961,8 @@ checked = lab.check("Windows, packed batches and decoding", every_case())
 # Reading
 worst = [max(found) for found in zip(*errors.values(), strict=True)]
 lab.read(
-    f"The three small kernels are off by {worst[0]:.0e} at most, and the formula in PyTorch by "
-    f"{worst[1]:.0e}. Of the operator, output and gradients were checked: "
+    f"The three small kernels differ from float64 by {worst[0]:.0e} at most, and the formula in "
+    f"PyTorch by {worst[1]:.0e}. The operator's output and gradients were checked too: "
     f"{checked.plain.partition(chr(10))[0].partition(': ')[2].partition(';')[0].rstrip('.')}."
 )
 
@@ -2065,19 +2078,19 @@ for number in range(len(lengths)):
     found = packed(*poisoned)
     assert all(torch.equal(a[own], b[own]) for a, b in zip(found, alone, strict=True))
 lab.read(
-    "**NaN as a probe.** A right output does not show which tiles were loaded, but a NaN does, "
+    "**NaN as a probe.** A correct output does not show which tiles were loaded, but a NaN does, "
     "because it spoils the output even where its weight is zero. So we filled the values of one "
     f"tile of keys after the other with NaN, for {len(cases)} shapes and windows. In plain Triton, "
     "exactly those tiles of queries that see one of these keys became NaN, so no tile of values is "
     "loaded that no query of the tile sees. "
     + (
-        "The kernel of Hopper GPUs passed this test with one window. "
+        "The kernel for Hopper GPUs passed this test with one window. "
         if passes_too
-        else "The kernel of Hopper GPUs loaded "
+        else "The kernel for Hopper GPUs loaded "
         f"{of_hopper['loaded, not needed']} tiles that nobody needs, beside "
         f"{of_hopper['tiles needed']} that it must load. "
         if of_hopper
-        else "This says nothing of the kernel of Hopper GPUs. "
+        else "This says nothing of the kernel for Hopper GPUs. "
     )
     + f"With all but one of {len(lengths)} packed sequences filled with NaN, the output and the "
     "gradients of that one keep the same bits in plain Triton; the package's tests repeat this "
@@ -2114,8 +2127,8 @@ lab.together(
 #
 # Like parts merged without lse, these mistakes return numbers that look right.
 #
-# **A window off by one.** Papers count a window of :math:`W` keys with the query's own, and
-# ``left`` does not count it:
+# **A window off by one.** In papers, a window of :math:`W` keys includes the query's own,
+# which ``left`` does not count:
 #
 # .. code-block:: python
 #
@@ -2170,7 +2183,7 @@ assert [row["queries changed"].split()[0] for row in rows] == ["0", "30", "50"]
 lab.table(rows, "Offsets shifted by one: largest absolute error of the output")
 
 # %%
-# In the first text no query changed, so a test of one text, which has no such offset, would pass.
+# A test of a single text, which has no such offset, would pass.
 #
 # In short
 # --------
@@ -2191,8 +2204,8 @@ for what, aim, ours in zip(AT, (OF_COPY, OF_COPY_GROUPED), of_ours, strict=False
     goals[f"decoding, {what}"] = aim, ours
 
 
-def to_a_tenth(value):
-    return "—" if value != value else f"{100 * value:.1f} %"
+def to_digits(value, digits):
+    return "—" if value != value else f"{100 * value:.{digits}f} %"
 
 
 OF_WHAT = {
@@ -2206,11 +2219,12 @@ for what, (aim, ours) in goals.items():
         "decoding"
     )  # its aim is a speed, and those of the others are times
     met[what] = ours >= aim if fast else ours <= aim
+    digits = max(1, digits_for(aim, ours))
     board.append(
         {
             "use": what,
-            "aim": f"at {'least' if fast else 'most'} {to_a_tenth(aim)}",
-            "measured": to_a_tenth(ours),
+            "aim": f"at {'least' if fast else 'most'} {to_digits(aim, digits)}",
+            "measured": to_digits(ours, digits),
             "of": OF_WHAT[what.partition(",")[0]],
             "the aim is": "—" if ours != ours else "reached" if met[what] else "missed",
         }

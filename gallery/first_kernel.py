@@ -328,7 +328,7 @@ print("its own strides:", sum_rows(turned, w).tolist())
 print("wrong strides:  ", assumed.tolist())
 
 # %%
-# The wrong sums are those of the matrix above: the kernel has read the memory row by row. You can
+# The wrong sums are those of the matrix above: the kernel has read memory row by row. You can
 # solve puzzles 4 to 7 now.
 #
 # What programs must not share
@@ -346,7 +346,7 @@ print("wrong strides:  ", assumed.tolist())
 #          = \sum_i dy_i \, x_{ij}
 #
 # So all programs add to the same :math:`dw`. Here are three attempts, each the last line of a
-# kernel whose ``sums`` are those of its own rows:
+# kernel; ``sums`` are the sums of a program's own rows:
 #
 # .. code-block:: python
 #
@@ -522,8 +522,8 @@ lab.table(
         }
         for row in shared_sums.rows
     ],
-    "65,536 rows of 1,024 in float32 on a GPU, in blocks of 64 × 64, with zeroing or the second "
-    "launch",
+    "65,536 rows of 1,024 in float32 on a GPU, in blocks of 64 × 64, timed with zeroing or the "
+    "second launch",
 )
 
 # %%
@@ -551,7 +551,7 @@ lab.read(
         if price < -0.02
         else "and which take no more time "
     )
-    + "where each adds up 64 rows of `x`; with only two, as below, they cost far more (point 4)."
+    + "where each adds up 64 rows of `x`; with only two they cost far more (point 4)."
 )
 
 # %%
@@ -688,7 +688,7 @@ print(torch.autograd.gradcheck(WeightedSum.apply, (x, w), **steps))
 # What breaks it
 # ~~~~~~~~~~~~~~
 #
-# The class above gives wrong sums, and no error, where the numbers of ``w`` are not adjacent
+# The class gives wrong sums, and no error, where the numbers of ``w`` are not adjacent
 # in memory:
 
 x = torch.arange(30.0, device=runtime.DEVICE).view(5, 6)
@@ -745,7 +745,7 @@ lab.table(
 
 # %%
 # Your kernels make the second mistake if ``x`` has more than 2³¹ elements, and
-# ``tl.program_id(0).to(tl.int64)`` mends them.
+# ``tl.program_id(0).to(tl.int64)`` mends ``rows``; with a large stride, ``cols`` needs the same.
 
 # %%
 
@@ -781,8 +781,8 @@ lab.together(
 # Programs, warps, threads
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# Which thread loads what decides the speed. A GPU consists of SMs (:term:`streaming multiprocessors
-# <SM>`), each of which runs several programs. A program has four :term:`warps <warp>` by default,
+# Speed depends on which thread loads what. A GPU consists of SMs (:term:`streaming multiprocessors
+# <SM>`), each running several programs. A program has four :term:`warps <warp>` by default,
 # and the 32 threads of a warp execute the same instruction together. Here is a block of 1,024
 # 16-bit numbers, by position:
 #
@@ -1025,9 +1025,9 @@ lab.together(
 # ~~~~~~~~~~~~~~~
 #
 # A copy shows what memory allows. Copying half of ``x`` moves as many bytes as reading all of it,
-# so 100 % is the speed of that copy at each size, which a kernel that almost only reads can pass.
+# so 100 % is that copy's speed at each size. A kernel that almost only reads can pass it.
 # Before every run the benchmark writes other numbers, so that L2 does not hold ``x``. The *first
-# kernel* is ``rows_kernel`` with one row per program instead of two, and *the operator* is
+# kernel* is ``rows_kernel`` with one row per program, and *the operator* is
 # ``kernelbook.weighted_sum``. Bands show the scatter of the runs (:doc:`/reading-figures`).
 
 
@@ -1398,7 +1398,7 @@ lab.together(
 # ^^^^^^^^^^^^^^^^^^^^^^^^^^
 #
 # ``rows_kernel`` needs a block as long as the row, and Triton refuses blocks of more than 1,048,576
-# elements. A loop takes the row block by block. As long rows are often too few for all SMs, the
+# elements. A loop takes the row block by block. Long rows are often too few for all SMs, so the
 # :term:`grid` gets a second dimension: ``tl.program_id(1)`` says which part of its rows a program
 # has, and a second launch adds up the parts.
 
@@ -1475,8 +1475,8 @@ lab.sketch(
 #    :end-before: tl.store(sums_ptr
 #    :dedent:
 #
-# The size of a block is now a choice: large enough for several loads per thread, and small enough
-# for the registers. We take two rows of 4,096 columns, and more of shorter rows.
+# A block can now be large enough for several loads per thread, and small enough for the registers:
+# we take two rows of 4,096 columns, and more of shorter rows.
 
 # %%
 
@@ -1964,8 +1964,8 @@ loaded = lab.measure(
 blind, known, *_ = [row["µs"] for row in loaded.rows] or [nan] * 2
 narrow, wide, *_ = [row["widest load (bytes)"] for row in loaded.rows] or [nan] * 2
 lab.read(
-    f"**The operator's kernel is {blind / known:.1f} times as fast for rows of 100,** because "
-    f"a thread loads {wide} bytes at once instead of {narrow}."
+    f"**The operator's kernel is now {blind / known:.1f} times as fast for rows of 100,** "
+    f"because a thread loads {wide} bytes at once instead of {narrow}."
 )
 
 # %%
@@ -2051,7 +2051,8 @@ evicted = lab.measure("What L2 holds, and 16,384 rows", evictions)
 ] or [(nan, nan)] * 2
 saved, saved_clean = 100 * (1 - dirty_first / dirty), 100 * (1 - clean_first / clean)
 lab.read(
-    f"**With 16,384 rows the hint saves {saved:.0f} % of the time after a kernel that wrote, and "
+    f"**With 16,384 rows the hint saves {saved:.0f} % of the time after a kernel that wrote, as "
+    "our benchmark does, and "
     + (
         "nothing"
         if abs(saved_clean) < 2
@@ -2092,7 +2093,7 @@ lab.together(
 # ^^^^^^^^^^^^^^^^^^^^^^^
 #
 # ``rows_backward`` leaves a row of float32 sums for every two rows of bfloat16. Written and read
-# again, they are as many bytes as ``x`` and ``dx`` together, which halves the speed. So we start
+# again, they are as many bytes as ``x`` and ``dx`` together, enough to halve the speed. So we start
 # only four programs for each SM, and each adds up further rows, a ``step`` apart, before it stores
 # its sums:
 #
@@ -2305,8 +2306,8 @@ lab.read(
     + (
         f", and `torch.compile` is faster than the operator with {listed(ahead)}."
         if ahead
-        else f". There the operator is {min(lead):.1f} to {max(lead):.1f} times as fast; we did "
-        "not measure which of its other changes does this."
+        else f". There the operator is {min(lead):.1f} to {max(lead):.1f} times as fast as the "
+        "loop; we did not measure why."
     )
 )
 
@@ -2524,14 +2525,14 @@ lab.read(
         if not leads
         else ""
     )
-    + f"At worst the operator reaches {of_shape('Kernel Book', shortfall):.0f} % of a copy "
-    f"forward, with rows of {shortfall:,}"
+    + f"At worst the operator reaches {ours_at[slowest]:.0f} % of a copy backward, with "
+    f"{slowest:,} rows, and {of_shape('Kernel Book', shortfall):.0f} % forward, with rows of "
+    f"{shortfall:,}"
     + (
-        ", whose sums, half as many bytes as `x`, are not counted"
+        "; their sums, half as many bytes as `x`, are not counted."
         if shortfall == 2
-        else ""
+        else "."
     )
-    + f", and {ours_at[slowest]:.0f} % backward, with {slowest:,} rows."
 )
 
 # %%
@@ -2634,10 +2635,10 @@ took = {
 ours, theirs = (f"{min(us):.0f} to {max(us):.0f}" for us in took.values())
 lab.read(
     "**With small matrices the host sets the pace,** the CPU that launches the kernels. Up to "
-    f"{behind or 1024:,} rows, one forward of a series takes {ours} µs with the operator and "
-    f"{theirs} with PyTorch"
+    f"{behind or 1024:,} rows, a forward pass in a series takes {ours} µs with the operator "
+    f"and {theirs} with PyTorch"
     + (
-        f", **which with gradients is faster up to {behind_both:,} rows.** "
+        f"; **with gradients, PyTorch is faster up to {behind_both:,} rows.** "
         if behind_both
         else ". "
     )
@@ -2741,7 +2742,7 @@ assert torch.equal(y, x.flip(0))
 #
 # 4. Read the diagonal of a matrix of 7 × 7: each step is one row stride plus one column stride.
 # 5. Make a matrix of 5 × 6 of all products of vectors of 5 and of 6.
-# 6. Find the largest number of each row, even of negative ones, with ``tl.max``.
+# 6. Find the largest number of each row, even if negative, with ``tl.max``.
 # 7. Transpose a matrix of 50 × 70 in blocks of 16 × 16, with ``tl.program_id(1)``.
 
 # %%

@@ -54,7 +54,7 @@ lab.start("layer_norm_backward", "kernelbook.ops.layer_norm")
 # mean 0 and scaled to variance 1. Its backward pass is given ``dy``, the gradient of the loss with
 # respect to ``y``, and computes the gradients of ``x``, of the weight and of the bias. The forward
 # pass has stored ``mean`` and ``rstd``, the reciprocal of the standard deviation: two numbers per
-# row, without which backward would have to read the row once more before it could use it.
+# row, which spare the backward pass an extra read of the row.
 
 
 def simple_backward(x, w, mean, rstd, dy):
@@ -69,8 +69,8 @@ def simple_backward(x, w, mean, rstd, dy):
 # %%
 # PyTorch runs each operation as a :term:`kernel` of its own. For each row of :math:`N` elements,
 # these kernels read :math:`16 N` and write :math:`9 N`. One kernel that reads ``x`` and ``dy`` once
-# and writes ``dx`` moves :math:`3 N`, which is 12 % of :math:`25 N`. So these operations can reach
-# about 12 at most on the scale of the bars above, of which the first times this function.
+# and writes ``dx`` moves :math:`3 N`, which is 12 % of :math:`25 N`. So this function, timed by the
+# first of the bars above, can reach about 12 at most on their scale.
 #
 # The idea
 # --------
@@ -170,8 +170,8 @@ assert abs(grown / 0.001 - dx_of_eight[0, 0]) < 0.01
 lab.read(
     f"What is left sums to {remains.sum():.0f}, and its dot product with `xhat` is "
     f"{(remains * hat).sum():.0f}. A nudge confirms the first number of "
-    "`dx`: with 1.001 in place of the 1 the loss, four times the first output because `dy` is 4, "
-    f"grows by {grown:.4f}, which is {dx_of_eight[0, 0]:.0f} times the nudge. To the first column "
+    "`dx`. The loss is four times the first output, because `dy` is 4, and with 1.001 in place of "
+    f"the 1 it grows by {grown:.4f}, {dx_of_eight[0, 0]:.0f} times the nudge. To the first column "
     f"of `dw` this row adds `dy * xhat` = {(dy_of_eight * hat)[0, 0]:.0f}, and to that of `db` it "
     f"adds `dy` = {dy_of_eight[0, 0]:.0f}.".replace("-", "−")
 )
@@ -298,7 +298,8 @@ assert worst < 1e-14
 
 # Reading
 lab.read(
-    "Steps 2 to 6 agree with automatic differentiation in float64: the largest difference is "
+    "The formulas and steps 2 to 6 agree with automatic differentiation in float64: the largest "
+    "difference is "
     f"{worst:.0e}."
 )
 
@@ -391,7 +392,7 @@ lab.read(
 # because the sums are read only after the kernel has ended, so ``"relaxed"`` is enough.
 #
 # In one step the hardware adds only single numbers. To merge values that belong together, such as
-# the maximum and the sum of an online softmax, one needs a lock.
+# the maximum and the sum of an online softmax, in a shared buffer, one takes a lock.
 
 
 # Measuring
@@ -495,7 +496,7 @@ lab.source(lock_kernel)
 #    thread of the program passes before all have reached it.
 # 3. *All my stores come before I free the lock*, because of a second barrier.
 # 4. *Whoever sees the lock free also sees those stores.* The exchange that frees it has ``release``
-#    semantics, which because of that barrier cover the stores of all threads.
+#    semantics, which, because of that barrier, cover the stores of all threads.
 #
 # .. image:: /figures/layer-norm-lock.svg
 #    :alt: Program A takes the lock with acquire, passes a barrier, its threads load and store, it
@@ -521,7 +522,8 @@ lab.source(lock_kernel)
 #    tl.atomic_xchg(lock_ptr, 0, sem="relaxed")  # 4, without release
 #
 # Each of 500 programs adds one row to a buffer under the lock. The rows hold small integers, which
-# float32 adds exactly in any order, so any difference from the true sum is a lost addition.
+# float32 adds exactly in any order, so any wrong sum has lost an addition. Where all are ones, the
+# sum counts the additions that arrived.
 
 
 # Measuring
@@ -729,8 +731,9 @@ lab.together(
 lab.source(partial_kernel, "no lock")
 
 # %%
-# A second kernel adds the buffers. Each of its programs takes some columns, and adds ``BLOCK_ROWS``
-# buffers at a time, in an order that is always the same.
+# A second kernel adds the buffers, each of which is one row to it, ``dw`` and then ``db``, so its
+# ``n_cols`` counts both. Each program takes some columns, and adds ``BLOCK_ROWS`` buffers at a time,
+# in an order that is always the same.
 
 lab.source(sum_of_buffers)
 
@@ -742,8 +745,7 @@ lab.listing(
         "With an atomic add": atomic_kernel,
         "With partial sums": partial_kernel,
         "What the host does for the lock: one buffer of zeros, and a lock that is free": with_lock,
-        "What it does for partial sums: a buffer for each program, which to the second kernel is "
-        "one row, dw and then db": with_partial_sums,
+        "What it does for partial sums: a buffer for each program": with_partial_sums,
     }
 )
 
@@ -845,7 +847,7 @@ allowed = 100 * of_x / (of_x + 16)  # x, dy, dx of float32, without the sums
 lab.read(
     f"Partial sums are fastest with {best:,} programs of {32768 // best} rows each. "
     f"With {most:,} programs, 16 of every {of_x + 16} bytes belong to "
-    f"the sums, which alone would allow {allowed:.0f} %, and they reach {many_of:.0f} %. We did "
+    f"the sums, which alone would allow {allowed:.0f} %, but they reach {many_of:.0f} %. We did "
     "not measure what takes the rest, nor what makes few programs slow. "
     + (
         f"With 4,096 programs the atomic add is {lead:.0f} points ahead of the partial sums. "
@@ -885,9 +887,9 @@ said = {
     "atomic add": "with atomic adds",
 }
 lab.read(
-    "Each way ran a hundred times on one input. The last bits of `dw` differ from those of the "
-    "first run "
-    + " and ".join(f"in {runs_said(name)} {said[name]}" for name in together)
+    "Each way ran a hundred times on one input. Compared with the first run, the last bits of `dw` "
+    "differ "
+    + ", ".join(f"in {runs_said(name)} {said[name]}" for name in together)
     + f", and in {runs_said('partial sums')} with partial sums, because a second kernel adds these "
     "in one order. (Another GPU may take another number of programs and give other bits.)"
 )
@@ -1133,9 +1135,9 @@ if change:
         for way in ("64 locks", "partial sums")
     ]
     apart = (
-        "Most of it comes from summing many rows: loading ahead, which only a program with a next "
-        f"tile can do, adds {min(gains):.0f} to {max(gains):.0f} % (one change at a time, in the "
-        "fold). "
+        "Most of this comes from summing many rows, because loading ahead, which only a program "
+        f"with a next tile can do, adds only {min(gains):.0f} to {max(gains):.0f} % (one change at "
+        "a time, in the fold). "
     )
 behind = {
     n: round(ours) - round(locks)
@@ -1146,18 +1148,18 @@ tile_lock, tile_sums = (
     race_share[name, 8192] for name in ("lock per tile", "partial sums per tile")
 )
 lab.read(
-    f"At 1,024 columns, handing over once makes the locks {of_lock:.0f} times as fast as every "
-    f"tile, and partial sums {of_sums_alone:.0f} times. {apart}The lock matters less: handing over "
-    f"once, 64 locks are {behind.get(1024, nan)} points behind partial sums, and at 8,192 columns "
-    f"{behind.get(8192, nan)}. "
+    f"At 1,024 columns, handing over once instead of every tile makes the locks {of_lock:.0f} "
+    f"times as fast, and partial sums {of_sums_alone:.0f} times. {apart}The lock matters less: "
+    f"handing over once, 64 locks are {behind.get(1024, nan)} points behind partial sums, and at "
+    f"8,192 columns {behind.get(8192, nan)}. "
     + (
-        "Every tile at 8,192 columns, the locks even win; we did not measure why. "
+        "Handing over every tile, the locks even win there; we did not measure why. "
         if tile_lock > tile_sums + 1
         else ""
     )
     + (
-        f"But a single lock reaches only {change['one lock']['once']:.0f} % at 1,024 columns, so "
-        "locks cost little only where they are many and rarely taken."
+        f"But with a single lock this kernel reaches only {change['one lock']['once']:.0f} % at "
+        "1,024 columns, so locks cost little only where they are many and rarely taken."
         if change
         else ""
     )
@@ -1277,8 +1279,8 @@ lab.together(
 # and quack, two libraries of open-source kernels. All are called through autograd, except quack,
 # whose backward kernels are called directly with a float32 weight. The host's time counts for none
 # of them. 100 % is again the bytes per second of a copy, which moves :math:`2 N` where the backward
-# pass moves :math:`3 N`. There are 32,768 rows up to 4,096 columns, and :math:`2^{27}` numbers in
-# longer rows.
+# pass moves :math:`3 N`. There are 32,768 rows, or fewer where these would hold more than
+# :math:`2^{27}` numbers.
 
 
 # Measuring
@@ -1363,7 +1365,7 @@ lab.read(
     f"{backward.summary(**in_dtypes[0])} In float32 it reaches {min(in_float32):.0f} % to "
     f"{max(in_float32):.0f} %. "
     + (
-        f"In {len(losses)} of all {len(backward.points)} cases a library is ahead by more than "
+        f"In {len(losses)} of the {len(backward.points)} cases a library is ahead by more than "
         f"1 %: {'; '.join(each)}."
         if losses
         else "In neither is a library ahead by more than 1 %."
@@ -1474,13 +1476,14 @@ def ahead_said():
     if three - none >= 10:
         said += f"Loading nothing ahead costs whole rows {three - none:.0f} points"
         said += (
-            ", and packed rows, which load nothing ahead either, lose no more. "
+            ", which is enough to explain packed rows, because these load nothing ahead either "
+            f"and lie {three - packed:.0f} points behind. "
             if packed >= none
             else ". "
         )
         said += (
-            "But even then whole rows are faster than shared rows, so something else holds these "
-            "back, and what it is remains open. "
+            "But even without loads ahead whole rows are faster than shared rows, so something "
+            "else holds these back, and what it is remains open. "
             if none > four
             else ""
         )
@@ -1560,7 +1563,7 @@ lab.together(
 # A gradient that sums over rows needs no lock. What makes it fast is that each program sums many
 # rows in registers before it hands over anything. Its partial sums then add few bytes, no program
 # waits to add, and a second kernel, which adds them in one order, gives the same bits in every run
-# on one GPU. Where these bits do not matter, an atomic add is as fast.
+# on one GPU. Where the last bits do not matter, an atomic add is as fast.
 #
 # Exercises
 # ---------

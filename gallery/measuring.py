@@ -108,7 +108,7 @@ def events(run, before=lambda: None):
 #
 # One effect of the previous run remains: a small input may still be in the :term:`L2` cache. In a
 # model it may be there or not, and we time the cold case, so the fifth way overwrites the cache
-# before the pause, with more zeros than any L2 holds. Here it is as one function, to copy. Its
+# before the pause, with more zeros than any L2 holds. Here it is as one function. Its
 # pause, ``torch.cuda._sleep``, is private to PyTorch and counts clock cycles: two million take
 # about a millisecond, longer than the host needs to queue the call.
 
@@ -134,8 +134,8 @@ def gpu_time(run, n=50):
 
 
 # %%
-# We try all five ways on two calls: a large softmax of 16,384 rows of 8,192 numbers, and a small
-# one of 64 rows of 1,024.
+# We try all five ways on a large softmax, 16,384 rows of 8,192 numbers, and a small one, 64 rows of
+# 1,024.
 
 
 def pause():
@@ -364,8 +364,9 @@ assert by_way["float16", "float32"] == by_way["float16, cast first", "float32"]
 lab.read(
     "A common error is a sum in too few bits. Add 0.01 a thousand times: the accumulator, which "
     f"holds the sum, ends at {float(by_way['bfloat16', 'bfloat16']):.0f} instead of 10 if it is in "
-    f"bfloat16, and at {by_way['bfloat16', 'float32']} in float32. So numbers may be stored in 16 "
-    "bits, but sums belong in 32."
+    f"bfloat16, and at {by_way['bfloat16', 'float32']} in float32, because 0.01 in bfloat16 is "
+    f"{torch.tensor(0.01, dtype=torch.bfloat16).item():.5f}. So numbers may be stored in 16 bits, "
+    "but sums belong in 32."
 )
 
 # %%
@@ -577,9 +578,8 @@ lab.together(
 )
 
 # %%
-# A series of launches can be paid for as one: a :term:`CUDA graph` records the launches of a piece
-# of work and replays them with one call. We time ten softmaxes of 1,024 columns with
-# ``clock_and_wait``, called one by one and replayed.
+# A :term:`CUDA graph` records the launches of a piece of work and replays them with one call. We
+# time ten softmaxes of 1,024 columns with ``clock_and_wait``, called one by one and replayed.
 
 
 def recorded_graph(run):
@@ -646,7 +646,9 @@ lab.read(
     f"Up to {bound[-1]:,} rows the graph is {min(gains):.0f} to {max(gains):.0f} times as fast, "
     "because one call replaces ten"
     + (
-        " (the fold shows how unsteady the host is)"
+        " (one by one, more rows took less time: the host is unsteady, see the fold)"
+        if by_host[-1] < by_host[0] / 1.2
+        else " (the fold shows how unsteady the host is)"
         if max(by_host) > 1.2 * min(by_host)
         else ""
     )
@@ -658,11 +660,10 @@ lab.read(
 # The first calls
 # ---------------
 #
-# A call can take seconds and say nothing about the kernel, because the first call compiles; hence
-# ``gpu_time`` throws five calls away. We time four functions from their first call to their
-# tenth: softmax's kernel; dropout's, chosen from nine configurations (:term:`autotuning`); a
-# softmax under ``torch.compile``; and a matmul of :term:`cuBLAS`. Guess: which first call takes
-# longest?
+# A call can take seconds and say nothing about the kernel, because the first call compiles. We time
+# four functions from their first call to their tenth: softmax's kernel; dropout's, chosen from nine
+# configurations (:term:`autotuning`); a softmax under ``torch.compile``; and a matmul of
+# :term:`cuBLAS`. Guess: which first call takes longest?
 
 CALLS = (1, 2, 3, 10)
 
@@ -835,18 +836,21 @@ warm, unwarmed = (
 )
 gain = {mib: warm[mib] / unwarmed[mib] for mib in warm}
 most, last = max(gain, key=gain.get), max(warm)
+l2 = cell(by_size, last, "L2, MiB")
+fits = next((mib for mib in gain if most < mib < l2), most)  # and yet gains less
 lab.read(
-    f"The cache helps most at {most:,} MiB, by a factor of {gain[most]:.2f}, and hardly at "
-    f"{last:,} MiB, which no cache holds. So a benchmark without a flush is right for large inputs "
-    "and too fast for small ones, unless your program leaves them in the cache."
+    f"The cache helps most at {most:,} MiB, by a factor of {gain[most]:.2f}, "
+    + (f"less at {fits:,} MiB, which would fit, " if gain[fits] < gain[most] else "")
+    + f"and hardly at {last:,} MiB, which no cache holds. So a benchmark without a flush is right "
+    "for large inputs and too fast for small ones, unless your program leaves them in the cache."
 )
 
 # %%
 # Ready-made loops
 # ----------------
 #
-# You need not write a loop, because Triton and PyTorch bring some. They differ in what they keep
-# out of a time: the host, by a pause, and the cache, by a flush. We time three softmaxes in each.
+# You need not write a loop, because Triton and PyTorch have some. They differ in whether they keep
+# the host and the cache out of a time. We time three softmaxes in each.
 
 
 # Measuring
@@ -1003,7 +1007,7 @@ lab.read(
 #
 # The same kernel can be slower at the end of a long job, because a GPU lowers its clocks when it
 # would otherwise exceed its *power limit*. In each of four turns, we let the GPU rest for 0.4
-# seconds and time a batch of ten runs, then keep it busy as long and time another. Guess which
+# seconds and time a batch of ten runs, then keep it busy for as long and time another. Guess which
 # suffers most: a matmul of random numbers or of zeros, or a copy of random numbers or of ones?
 
 
@@ -1126,7 +1130,7 @@ def load_in_words(rows):
 
 
 def load_bars(axes, rows):
-    turns = "; the line: over the turns" if "slower, most, %" in rows[0] else ""
+    turns = "; lines: least to most" if "slower, most, %" in rows[0] else ""
     bars({"slower, %": ""}, f"% longer than rested{turns}")(axes, rows)
     for place, row in enumerate(rows):
         if "slower, most, %" in row:  # from the least of the turns to the most
@@ -1201,17 +1205,19 @@ def clock_falls(name):
 
 reason = works[names[0]].get("reason", "not readable")
 by_clock = 100 * (from_mhz[names[0]] / to_mhz[names[0]] - 1)
+clock_fell = 100 * (1 - to_mhz[names[0]] / from_mhz[names[0]])
 lab.read(
     f"On a busy GPU the matmul of random numbers takes {slower[names[0]]:.1f} % longer"
     + (", and its clock falls" if clock_falls(names[0]) else "")
+    + (" by more (see the fold)" if clock_fell > slower[names[0]] + 1 else "")
     + (
-        f", for which `nvidia-smi` names the {reason}"
-        if clock_falls(names[0]) and reason not in ("not readable", "none")
+        f": the GPU draws nearly its limit of {limit[names[0]]:.0f} W"
+        if watts[names[0]] > 0.95 * limit[names[0]]
         else ""
     )
     + (
-        f": it draws nearly the {limit[names[0]]:.0f} W that the GPU may."
-        if watts[names[0]] > 0.95 * limit[names[0]]
+        f", and `nvidia-smi` blames the {reason}."
+        if clock_falls(names[0]) and reason not in ("not readable", "none")
         else "."
     )
     + (
@@ -1235,7 +1241,7 @@ lab.read(
     )
     + "."
     + (
-        " (Its clock falls too, and so far below the limit we do not know why.)"
+        " (Its clock falls too, at a power far below the limit; we do not know why.)"
         if low and clock_falls(names[1])
         else ""
     )
@@ -1394,9 +1400,8 @@ by_median = [strays(n) if spread.rows else nan for n in SAMPLES]
 lab.read(
     "Slow runs pull the mean up, but hardly the median, so this book reports the median, **p50**, "
     "and shows the spread as the band from **p20** to **p80**. More runs make a median surer: in "
-    f"95 of 100 samples from these runs, the median of {SAMPLES[0]} lies within "
-    f"{by_median[0]:.1f} % of that of all, and of {SAMPLES[1]}, as in this book, within "
-    f"{by_median[1]:.1f} %."
+    f"95 of 100 samples of {SAMPLES[0]} runs the median lies within {by_median[0]:.1f} % of that "
+    f"of all, and of {SAMPLES[1]}, the most in this book, within {by_median[1]:.1f} %."
 )
 
 # %%
@@ -1574,7 +1579,7 @@ lab.together(
 # pace. Attention uses each number hundreds or thousands of times, so the
 # :term:`matrix units <matrix unit>` set it.
 #
-# In general, let a kernel move :math:`Q` bytes and do :math:`W` floating-point operations (FLOPs),
+# Let a kernel move :math:`Q` bytes and do :math:`W` floating-point operations (FLOPs),
 # on a GPU that can move :math:`\beta` bytes and do :math:`\pi` FLOPs per second. Its time :math:`T`
 # is at least that of each alone, so its speed :math:`P = W / T` has a ceiling that depends only on
 # its :term:`arithmetic intensity` :math:`I = W / Q`:
@@ -1849,8 +1854,8 @@ waiting = [name for name, points in placed.items() if waits_for(points) == "memo
 *others, last_one = dict.fromkeys(name.partition(",")[0] for name in waiting) or [""]
 lab.read(
     f"The copy reaches {beta:,.0f} GB/s and the matmul {pi:,.0f} TFLOP/s, so the ridge is at "
-    f"{ridge:,.0f} FLOPs per byte. {', '.join(others).capitalize()} and {last_one} lie left of it: "
-    "near the roof, only fewer bytes can make them faster. Attention lies right of it."
+    f"{ridge:,.0f} FLOPs per byte. {', '.join(others).capitalize()} and {last_one} lie left of it, "
+    "so near the roof only fewer bytes can make them faster. Attention lies right of it."
 )
 
 # %%
@@ -1869,10 +1874,17 @@ levels = (results.find("first_kernel") or {"tables": {}})["tables"].get(
 )
 read_alone = next((row[2] for row in levels["rows"] if row[0] == "HBM"), nan)  # TB/s
 reads_faster = 1e3 * read_alone > 1.05 * beta
+below = [
+    share
+    for kind in ("back", "in FP8")
+    for _, share in placed.get(f"attention, {kind}", ())
+]
 lab.read(
-    f"Attention comes less near its roof, to between {lowest[1]:.0f} % "
+    "Attention stays further from its roof, so it has most to gain: forward it reaches "
+    f"{lowest[1]:.0f} % "
     + ("on its shortest sequences" if shortest else "at worst")
-    + f" and {top:.0f} % at best, so it has most to gain."
+    + f" and {top:.0f} % at best"
+    + (", and less backward and in FP8." if max(below, default=nan) < top else ".")
     + (
         " (The roof of FP8, twice as high, is what NVIDIA states; we have not measured it.)"
         if in_fp8 > 0
@@ -2028,7 +2040,7 @@ lab.read(
         else ", and the kernel is as fast all the same. "
     )
     + "With twice as many warps each thread holds half as many values, and the kernel reaches "
-    f"{spread_out:.0f} % of a copy under the same limit."
+    f"{spread_out:.0f} % of a copy's speed under the same limit."
 )
 
 # %%
@@ -2139,9 +2151,9 @@ lab.together(
 # fixes the clock and flushes the caches before each launch, so take bytes from it, and times from
 # ``gpu_time``.
 #
-# We ask about three softmaxes whose input and output are 268 MB each: by ``row``, by ``online``,
-# another kernel of the softmax chapter, which asks for every row twice, and the slow one above.
-# Guess: how many bytes does ``online`` read?
+# We ask about three softmaxes whose input and output are 268 MB each: ``row``, the slow one above,
+# and ``online``, another kernel of the softmax chapter, which asks for every row twice. Guess:
+# how many bytes does ``online`` read?
 
 # Measuring
 COUNTERS = {
@@ -2376,8 +2388,8 @@ lab.together(
 )
 
 # %%
-# So four numbers, beside what you count on paper, tell where to search. As a rule of thumb, busy
-# means more than 60 % of the peak.
+# So four numbers, beside those on paper, tell where to search. As a rule of thumb, busy means above
+# 60 % of the peak.
 #
 # - *HBM above 80 %, and its bytes as on paper:* the kernel is near its roof. Move fewer bytes.
 # - *HBM busy with more bytes than on paper:* spills, a second read that no cache catches, or

@@ -69,14 +69,14 @@ def simple_softmax(x):
 # Each operation reads its input from memory and writes its output back: 5 reads and 3 writes of the
 # row, where one read and one write would do. This page builds five :term:`kernels <kernel>` that do
 # all of it at once: ``three_pass``, ``online``, ``row``, ``packed`` and ``split``. Orange bars are
-# what they read again.
+# what a kernel reads again.
 #
 # .. image:: /figures/softmax-passes.svg
 #    :alt: Passes over memory. simple_softmax, five operations: five reads and three writes.
 #          three_pass: three reads and one write. online: two reads and one write. row, packed and
 #          split: one read and one write.
 #
-# Fewer reads are not enough: at the 65,536 columns of the bars at the top ``row`` is slower than
+# Fewer reads are not enough: on the rows of the chart at the top, ``row`` is slower than
 # ``online``. The last bar there is ``split``.
 #
 # Blocks, done wrong
@@ -146,7 +146,7 @@ lab.read(
 # The mathematics
 # ---------------
 #
-# Two formulas show that the repair is exact, and that it works in parallel.
+# Two formulas show that the repair is exact and works in parallel.
 #
 # **The recurrence.** Let :math:`m_j` be the maximum of the first
 # :math:`j` elements, and :math:`d_j` the sum of their exponentials relative to that maximum:
@@ -215,7 +215,7 @@ for pieces in (2, 7, 100):
     assert m == row.max()
 assert off < 1e-13
 lab.read(
-    "So a kernel may cut a row anywhere. Merged in random order, 100 pieces have its exact "
+    "So a kernel may cut a row anywhere. Merged in random order, 100 pieces give its exact "
     f"maximum, and its sum up to rounding ({ten(off)} of itself in float64)."
 )
 
@@ -294,7 +294,7 @@ STEPS = {  # a name in the figures: the provider, and at how many columns it run
     "packed": ("Kernel Book", range(PACKED + 1, SPLIT + 1)),
     "split": ("Kernel Book", range(SPLIT + 1, 2**20)),
 }
-BESIDE = {"row": (-6, -11), "packed": (-8, -13)}  # names inside the axes, in points
+BESIDE = {"row": (-6, -11), "packed": (0, -13)}  # names inside the axes, in points
 plain = [replace(sweep, skipped={}) for sweep in (ladder, *ladder.elsewhere)]
 
 
@@ -394,7 +394,8 @@ def step(title, *earlier, new, allowed=None):
                 ends, [height, height], color=colour, linestyle=":", linewidth=1.4
             )
             words = f"{name} all from memory: {height:.0f}"
-            axes.text(1100, height - 0.01 * (114 - low), words, color=colour, va="top")
+            above = height + 0.01 * (114 - low)
+            axes.text(1100, above, words, color=colour, va="bottom")
         axes.set_xscale("log", base=2)
         axes.set_xticks(COLUMNS, [f"{n // 1024}Ki" for n in COLUMNS])
         axes.minorticks_off()
@@ -446,18 +447,18 @@ online_kernel[(3,)](x, y, 1000, BLOCK_COLS=256)
 torch.testing.assert_close(y, torch.softmax(x, dim=-1), rtol=1e-5, atol=0)
 off = (y / torch.softmax(x, dim=-1) - 1).abs().max().item()
 lab.read(
-    f"With blocks of 256 the same rows sum to {alike(y.sum(-1))}, and no result differs from "
-    f"PyTorch's by more than {ten(off)} of itself."
+    f"With blocks of 256 the rows of 1,000 columns sum to {alike(y.sum(-1))}, and no result "
+    f"differs from PyTorch's by more than {ten(off)} of itself."
 )
 
 # %%
-# The second read costs little as long as the :term:`L2` cache holds the rows *in flight*, those
+# The second read need not go to memory if the :term:`L2` cache holds the rows *in flight*, those
 # that programs are working on, and their results.
 #
 # Softmax is :term:`memory-bound`, because for the four bytes that it moves per number it does only
 # about five operations. So 100 % is the speed of PyTorch's copy, which reads and writes every row
-# once: a yardstick that a kernel may pass. A dotted line is what a kernel's bytes allow if all of
-# them come from memory. Inputs are in bfloat16, with up to 32,768 rows and :math:`2^{28}` numbers.
+# once: a yardstick that a kernel may pass. A dotted line is what a kernel's bytes allow if all go
+# to memory. Inputs are in bfloat16, with up to 32,768 rows and :math:`2^{28}` numbers.
 
 # Drawing
 step(
@@ -558,15 +559,22 @@ def tested():
         return ", which would explain the fall."
     if few[name] > usual[name] + 4:
         return f". A test agrees: {told}."
+    unknown = ", but we could not show that this explains the fall"
+    if after > before - 4:
+        return f"{unknown}: {told}."
+    than_before = "slower" if few[name] < usual[name] else "no faster"
     return (
-        f", but we could not show that this explains the fall: {told}, and {after} % instead of "
-        f"{before} at 8,192 columns, where all rows fit."
+        f"{unknown}. With 1,024 threads in a program instead of 256, {few['in flight, MiB']} MiB "
+        f"are in flight at 32,768 columns, and `online` is {than_before}; but such programs are "
+        f"slow even at 8,192 columns, where all rows fit: {after} % instead of {before}."
     )
 
 
 lab.read(
     f"On {gpu} `online` reaches {min(fits):.0f} to {max(fits):.0f} % up to {cached:,} columns"
     + ", so the second read costs next to nothing there" * (min(fits) > 97)
+    + " (at 8,192, hardware counters show, it does not go to memory)"
+    * (min(fits) > 97 and fetched < 1.01 * given)
     + ". On longer rows it comes down to about what its bytes allow, as `three_pass` does."
     + (
         f" By our estimate {in_flight[cached]:.0f} MiB are in flight at {cached:,} columns and "
@@ -605,12 +613,9 @@ estimate = lab.table(
     "a cache may hold other data",
 )
 counted = lab.read(
-    "The hardware counters of “Measuring a kernel” (“Where do the bytes go?”) agree that the "
-    f"second read does not come from memory: of an input of {given / 1e6:.0f} MB with 8,192 "
-    f"columns `online` reads {fetched / 1e6:.0f} MB there."
-    if fetched < 1.01 * given
-    else f"Of an input of {given / 1e6:.0f} MB with 8,192 columns `online` reads "
-    f"{fetched / 1e6:.0f} MB from memory, by the counters of “Measuring a kernel”."
+    f"Of an input of {given / 1e6:.0f} MB with 8,192 columns `online` reads "
+    f"{fetched / 1e6:.0f} MB from memory, by the hardware counters of “Measuring a kernel” "
+    "(“Where do the bytes go?”)."
 )
 unexplained = lab.read(
     "**What we cannot explain.** We did not look for the cause of three results: at "
@@ -662,7 +667,7 @@ gains = {
 }
 lab.read(
     (
-        f"Yet nothing is gained. Up to {cached:,} columns `online` is as fast as a copy already. "
+        f"Yet nothing is gained. Up to {cached:,} columns `online` is already as fast as a copy. "
         "On longer rows, where a single read allows 100 %, `row` is no faster: "
         f"{share['one program', 65536]:.0f} % at 65,536 columns, where `online` has "
         f"{share['online', 65536]:.0f}. "
@@ -861,7 +866,7 @@ lab.read(
         else ""
     )
     + "".join(
-        f"On {name}, whose memory is slower, `row` has {reached:.0f} % at this length already."
+        f"On {name}, whose memory is slower, `row` already has {reached:.0f} % at this length."
         for name, reached in far
         if "H100" in name and reached > 95
     )
@@ -929,16 +934,16 @@ lab.read(
 # .. animation:: publish_and_collect
 #
 # The smallest kernel that does this, for float32, follows in pieces. It looks at one slot after the
-# other, where ``split``, as drawn, reads all slots of a row in one look. ``pair_of`` loads a part:
+# other; ``split``, as drawn, reads all of a row in one look. ``pair_of`` loads a part:
 
 lab.source(pair_of)
 
 # %%
 # **Publish.** With four parts per row, programs 0 to 3 share row 0, and programs 4 to 7 row 1. In
 # the 64 bits of a slot, ``<< 32`` puts the maximum above the sum. The sum is positive, so its sign
-# bit is 0, and widening it to 64 bits leaves the upper half zero. (For minus infinity see “What
-# breaks it”.) An :term:`atomic` stores all 64 bits at once, so a reader finds either an empty slot
-# or a whole pair, and needs no lock. The kernel, decorated with ``@triton.jit``, begins:
+# bit is 0, and widening it to 64 bits leaves the upper half zero. An :term:`atomic` stores all 64
+# bits at once, so a reader finds either an empty slot or a whole pair, and needs no lock. The
+# kernel, decorated with ``@triton.jit``, begins:
 
 lab.source(shared_row_kernel, "def", "publish")
 
@@ -1210,9 +1215,9 @@ lab.read(
     f"packed, `row` up to {SPLIT // 2:,} and `split` beyond. It runs `online` only beyond "
     f"{tuned.ROW_COLS:,} columns, but its merge lives on in `split` and in attention. "
     + (
-        f"Yet on {gpu} `online` is up to {max(lag.values()):.0f} points faster, at {at}"
+        f"Yet at {at} `online` is up to {max(lag.values()):.0f} points faster on {gpu}"
         + "".join(
-            f", and on {name} at most {max(points):.0f}"
+            f", and at most {max(points):.0f} on {name}"
             for name, points in there
             if max(points) < 1.5
         )
@@ -1336,8 +1341,9 @@ lab.read(
     f"{max(eager.values()):.0f} in bfloat16. "
     + (
         f"Our largest loss is to {first[0]['library']}, in {first[0]['dtype']}: "
-        + " and ".join(
-            f"{gap_of(row)}{' points' * (not i)} at {row['columns']:,}{' columns' * (not i)}"
+        + "".join(
+            ("" if i == 0 else " and " if i == len(first) - 1 else ", ")
+            + f"{gap_of(row)}{' points' * (not i)} at {row['columns']:,}{' columns' * (not i)}"
             for i, row in enumerate(first)
         )
         + (
@@ -1640,7 +1646,7 @@ lab.read(
     + ", so memory limits it there" * (min(short_rows) > 97)
     + f", and at {back[-1]:.0f} % at {long:,}. "
     + (
-        f"By more than {apart:.1f} points a library leads at {len(clear)} of the "
+        f"A library leads by more than {apart:.1f} points at {len(clear)} of the "
         f"{2 * len(COLUMNS)} pairs, and by {max(map(gap_of, clear))} at most."
         if clear
         else f"No library is ahead by more than {apart:.1f} points."
@@ -1699,7 +1705,7 @@ lab.together(losses, again, kernels)
 #    d = d * alpha + tl.sum(tl.exp(x - m_new), axis=0)  # right
 #
 #    alpha = tl.exp(m - m_new)  # wrong, if m_new can be minus infinity
-#    alpha = tl.exp(m - finite(m_new))  # right: finite puts 0 in its place, also in d
+#    alpha = tl.exp(m - finite(m_new))  # right: finite makes it 0, here and in d
 
 
 # Measuring
@@ -1763,7 +1769,7 @@ assert not guarded.isnan().any()
 lab.read(
     "**A first block of nothing but minus infinity.** The difference of two infinities is NaN, and "
     "so is every later sum. If the first 512 of 600 elements are minus infinity, `online_kernel` "
-    f"returns {unguarded} NaN, and `shared_row_kernel` does so for such a part. The timed kernels "
+    f"returns {unguarded} NaN, and so does `shared_row_kernel` for such a part. The timed kernels "
     f"use `finite`: the other {(x > 0).sum()}, which are equal, become {guarded[-1]:.4f} each."
 )
 
@@ -1838,10 +1844,10 @@ lab.check(
 # In short
 # --------
 #
-# A kernel need not read a row three times. Two reads are enough (``online``), because of earlier
-# blocks only a maximum and a sum are needed; the second costs little while L2 answers it. One read
-# is enough if the row stays on chip: in one program (``row``), packed so that a second program fits
-# (``packed``), or, because pairs merge in any order, spread over several (``split``).
+# A kernel need not read a row three times. Two reads are enough (``online``), because a maximum and
+# a sum say all that matters of earlier blocks; the second costs little unless rows are long. One
+# read is enough if the row stays on chip: in one program (``row``), packed so that a second program
+# fits (``packed``), or, because pairs merge in any order, spread over several (``split``).
 
 # %%
 # Exercises

@@ -171,7 +171,7 @@ lab.together(
 #    optimizer.zero_grad()
 #
 # The host only queues kernels and runs ahead, so wait for the GPU before each reading of the clock.
-# Leave out the first steps, and repeat:
+# Discard the first steps, and repeat:
 #
 # .. code-block:: python
 #
@@ -374,7 +374,7 @@ lab.together(
 )
 
 # %%
-# A step launches thousands of kernels, but from only a few operations of PyTorch. The profiler
+# A step launches thousands of kernels, but they belong to a few operations of PyTorch. The profiler
 # records both:
 #
 # .. code-block:: python
@@ -385,7 +385,7 @@ lab.together(
 #    print(by_group(found.key_averages()))
 #
 # ``key_averages()`` has an entry for each operation, with the microseconds of its kernels.
-# ``by_group`` adds them by what the operations do, which their names tell: a matmul, for example,
+# ``by_group`` adds them by what the operations do, as their names tell: a matmul, for example,
 # is one of ``aten::(mm|addmm|bmm|baddbmm)$``.
 
 
@@ -612,8 +612,8 @@ all_kernels = {dtype: in_groups(dtype, ["kernels"]) for dtype in DTYPES}
 lab.read(
     f"Autocast shortens the kernels of a step from {all_kernels['float32']:.0f} ms to "
     f"{all_kernels['bfloat16']:.0f}, because the matmuls now run on the matrix units and are "
-    f"{products['float32'] / products['bfloat16']:.0f} times as fast. (TF32 stayed off, as is "
-    "PyTorch's default.) "
+    f"{products['float32'] / products['bfloat16']:.0f} times as fast. (TF32 stayed off, "
+    "which is PyTorch's default.) "
     f"**Now matmuls are only {in_step['bfloat16']:.0f} % of the time. Most of the rest moves "
     "bytes.**"
 )
@@ -734,8 +734,8 @@ lab.sketch(
 )
 
 # %%
-# The table adds up the bytes of each colour and sets the FLOPs and the times of the profile beside
-# them. A cast counts with the operation that needs it, as in the profile. The two matmuls do
+# The rows below add up the bytes of each colour and set the FLOPs and the profile's times beside
+# them. A cast counts with the operation that needs it, in bytes and in time. The two matmuls do
 # :math:`4 d_h` FLOPs per score, for a head of :math:`d_h = 64` numbers, the scale one, and softmax
 # about five.
 
@@ -813,7 +813,7 @@ lab.read(
 #    As long as attention stores its table, most of a step under autocast moves bytes. To know how
 #    fast such an operation can be, count its bytes and not its FLOPs.
 #
-# In the first figure casts and copies have grown most, because :term:`autocast` leaves the
+# In the profile, casts and copies grew most, because :term:`autocast` leaves the
 # parameters in float32 and runs each operation in the dtype that PyTorch lists for it: linear
 # layers in bfloat16; softmax, layer norm and the loss in float32. So tensors are cast before and
 # after softmax and after layer norm, and the parameters of a linear layer before its matmul.
@@ -1239,11 +1239,11 @@ in_tables = (
 lab.read(
     "**The attention tables grow with the square of the context, and at 1,024 they are already "
     f"{table_share['float32']:.0f} % of what a layer keeps.** Under autocast they are "
-    f"{table_share['bfloat16']:.0f} %, because softmax's output is kept in float32 "
-    "and, for the matmul, in bfloat16: 6 bytes per score instead of 4. For the 36 layers of "
-    f"large that is {in_tables:.1f} GiB, which attention without a table should save. Measured in "
-    "the largest size, 2.7B, the count misses what forward keeps by at most "
-    f"{max(map(abs, off)):.1f} %."
+    f"{table_share['bfloat16']:.0f} %, because most other activations halve, while softmax's "
+    "output is kept in float32 and, for the matmul, in bfloat16: 6 bytes per score instead of 4. "
+    f"For the 36 layers of large that is {in_tables:.1f} GiB, which attention without a table "
+    "should save. Autocast also keeps its cast weights. In the largest size, 2.7B, the "
+    f"count is within {max(map(abs, off)):.1f} % of what we measured."
 )
 
 # %%
@@ -1787,7 +1787,7 @@ lab.read(
         else ""
     )
     + (
-        f". It takes {100 * fast[1] / by_sdpa:.0f} % of the time of SDPA there, and "
+        f". It takes {100 * fast[1] / by_sdpa:.0f} % of SDPA's time there, and "
         + (
             "the same time at 1,024, the context of our model."
             if abs(short[1] / short[0] - 1) < 0.02
@@ -2120,7 +2120,7 @@ lab.read(
     "**One step agrees**: with our operators the loss and every gradient of a small model stay "
     f"within tolerance. After {TRAINED} steps from {len(SEEDS)} seeds "
     + (
-        "the losses cannot be told from those with PyTorch's."
+        "the losses cannot be told apart from PyTorch's."
         if in_noise
         else f"the loss ends {abs(offset):.3f} ± {BY_CHANCE * error:.3f} (95 % confidence) "
         f"{'above' if offset > 0 else 'below'} that with PyTorch's"
@@ -2360,9 +2360,7 @@ lab.read(
         if abs(fusing - 1) < 0.01
         else f"{'still save' if fusing > 1 else 'cost'} {100 * abs(1 - 1 / fusing):.0f} %"
     )
-    + ", although the compiler has fused what they replace; a layer then takes "
-    f"{layer_ms('SDPA, compiled'):.2f} ms with SDPA and {layer_ms('Kernel Book'):.2f} with all of "
-    "ours."
+    + ", although the compiler has fused what they replace."
 )
 
 # %%
@@ -2893,9 +2891,9 @@ lab.sketch(
 #    The slower of two sets the pace of a step: the GPU, which runs the kernels, or the host, which
 #    launches them.
 #
-# In the figure of the measured steps, *between the matmuls* are layer norm, dropout, GELU,
-# additions, casts, scale and mask, and a line marks the middle 60 % of the host's times. The bars
-# are medians of different steps, so a step can be longer than its launches and its kernels.
+# In the next figure *between the matmuls* means layer norm, dropout, GELU, additions, casts, scale
+# and mask, and a thin line spans the middle 60 % of the host's times. Host, kernels and step are
+# medians of different steps, so the step can be longer than both others.
 
 # Drawing
 FOLLOWED = {  # the versions that are drawn, and what the figure calls them
@@ -3015,8 +3013,8 @@ lab.read(
     )
     + "without the table the kernels of an "
     f"eager step fall from {busy_ms_of('PyTorch'):.0f} ms to {busy_ms_of('SDPA'):.0f} with SDPA "
-    f"and {busy_ms_of('+ dropout'):.0f} with all of ours. Most casts, the scale and the mask go "
-    "with the table. "
+    f"and {busy_ms_of('+ dropout'):.0f} with all of ours. Most casts, the scale and the mask "
+    "disappear with the table. "
     + (
         f"The peak of memory falls from {step('peak, GiB', 'PyTorch'):.0f} GiB to "
         f"{' and '.join(sorted(peaks, reverse=True))}; SDPA saves {saved_peak:.1f}, and the tables "
@@ -3058,7 +3056,13 @@ lab.read(
         else ""
     )
     + "Launch times scatter so far that we trust the gap to SDPA, but not the order of our "
-    "versions or what compiling changes in their launches."
+    "versions or what compiling changes in the launches"
+    + (
+        f": with SDPA, {step_ms('SDPA'):.0f} ms eager and {sdpa_took:.0f} compiled lie within the "
+        "scatter."
+        if BY_VERSION and not differs(step_row("SDPA"), step_row("SDPA, compiled"))
+        else "."
+    )
 )
 
 # %%
@@ -3067,10 +3071,10 @@ lab.read(
 lab.read(
     "In a single layer launches scatter less: with all of ours they take the host "
     f"{sum(dearer.values()):.2f} ms longer than with SDPA, which makes "
-    f"{n_layers * sum(dearer.values()):.0f} ms in {n_layers} layers; the eager steps differ by "
-    f"{our_host - sdpa_host:.0f}. A launch of ours runs Python where PyTorch's runs C++; we did "
-    "not measure which part of that takes the time. To gain the time of its kernels, a step must "
-    "get rid of its launches."
+    f"{n_layers * sum(dearer.values()):.0f} ms in {n_layers} layers; in the eager steps the "
+    f"launches take {our_host:.0f} and {sdpa_host:.0f}. A launch of ours runs Python where "
+    "PyTorch's runs C++; we did not measure which part of that takes the time. To gain the time "
+    "of its kernels, a step must get rid of its launches."
 )
 
 # %%
@@ -3701,9 +3705,9 @@ lab.together(
 # What breaks it
 # --------------
 #
-# **Parameters in bfloat16.** Autocast leaves the parameters in float32, although it must then cast
-# them for each matmul, because in bfloat16 an update smaller than half the gap to the next number
-# is rounded away, however often it comes.
+# **Parameters in bfloat16.** Autocast leaves the parameters in float32 and casts them for each
+# matmul, because in bfloat16 an update smaller than half the gap to the next number is rounded
+# away, however often it comes.
 
 for dtype in (torch.float32, torch.bfloat16):
     weight = torch.ones((), dtype=dtype)
@@ -3756,7 +3760,7 @@ lab.read(
     "**As long as attention stores its table, most of a step in bfloat16 moves bytes, and the "
     "table is the largest tensor to move and to keep.** "
     + (
-        "To replace it is worth more than all other operators together, with PyTorch's fused "
+        "Replacing it is worth more than all other operators together, with PyTorch's fused "
         "attention or with the book's: "
         if saves("PyTorch", "+ attention") > 0.8 * saves("PyTorch", "+ dropout")
         else "Attention without it, the book's or PyTorch's, is what shortens the kernels most: "
@@ -3772,8 +3776,8 @@ lab.read(
 # Reading
 lab.read(
     "**A step also pays for its launches**, which a layer timed on the GPU alone does not show: "
-    f"eager, it takes {step_ms('+ dropout'):.0f} ms with all of ours and {step_ms('PyTorch'):.0f} "
-    "with the formula. Where kernels are short, capture the step as a graph. "
+    f"eager, it takes {step_ms('+ dropout'):.0f} ms with all of ours and {step_ms('SDPA'):.0f} "
+    "with SDPA. Where kernels are short, capture the step as a graph. "
     + (
         f"Without a graph, take SDPA in {listed(waiting)}"
         + (

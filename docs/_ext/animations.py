@@ -24,6 +24,7 @@ KEPT, KEPT_PALE = "#0b63ce", "#eaf2fb"  # what is kept: blue, as in the other fi
 NEW, NEW_PALE = "#bc4c00", "#fff4e5"  # what is at work now: orange
 MINUS = "\N{MINUS SIGN}"
 OUTPUT = "chapters/images"
+SLOWER = 1.4  # than the seconds in which the drawings are planned, at which readers lost the thread
 
 
 # -- time -----------------------------------------------------------------------------------------
@@ -142,6 +143,11 @@ class Drawing:
         self.seconds, self.still = seconds, still
         self.story, self.shapes = "", []
 
+    @property
+    def duration(self):
+        """How many seconds a round takes on the page."""
+        return round(SLOWER * self.seconds, 1)
+
     def tell(self, sentences):
         """Add to the story, which is for those who do not see the drawing."""
         self.story = f"{self.story} {sentences}".strip()
@@ -191,7 +197,7 @@ class Drawing:
     def style(self, name, classes, body):
         """The keyframes, and the colours of the dark theme."""
         moving = "".join(
-            f".{css}{{animation:{css} {self.seconds}s linear infinite}}\n"
+            f".{css}{{animation:{css} {self.duration}s linear infinite}}\n"
             f"@keyframes {css}{{{frames}}}\n"
             for frames, css in classes.items()
         )

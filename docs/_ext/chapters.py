@@ -88,6 +88,7 @@ CHAPTERS = {
         {"rows": 65536},
         {
             "PyTorch": "two PyTorch operations",
+            "x @ w": "PyTorch, x @ w",
             "one row a program": "your first kernel",
         },
     ),
@@ -115,6 +116,7 @@ CHAPTERS = {
         {"dtype": "float16"},
         {
             "simple_dropout": "four PyTorch operations",
+            "PyTorch": "PyTorch's dropout",
             "stored mask": "kernel with a stored mask",
             "Kernel Book": "kernel with a seed",
         },

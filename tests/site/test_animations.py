@@ -86,7 +86,7 @@ def test_an_animation_has_names_and_pauses_by_the_keyboard(name, visit):
 @pytest.mark.parametrize("name", NAMES)
 def test_an_animation_fits_a_phone_at_all_times(name, visit):
     page, id_ = visit(name)
-    seconds = animations.ANIMATIONS[name]().seconds
+    seconds = animations.ANIMATIONS[name]().duration
     for tenth in range(11):
         inside, texts, smallest, out = page.evaluate(AT, [id_, seconds * tenth / 10])
         assert inside
@@ -126,7 +126,7 @@ def test_a_notebook_holds_the_still(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_round_ends_as_it_begins(name):
     drawing = animations.ANIMATIONS[name]()
-    assert 10 <= drawing.seconds <= 16
+    assert 14 <= drawing.duration <= 23
     for _, tracks in drawing.shapes:
         for track in tracks:
             frames = re.findall(r"([\d.]+)%\{(.*?)\}", track.keyframes(drawing.seconds))
