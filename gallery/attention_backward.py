@@ -574,8 +574,8 @@ lab.source(smallest.dkdv_kernel, "sweep", "write")
 lab.source(smallest.add_queries, "queries", "weights")
 
 # %%
-# The gradients are steps 1, 3 and 5, with :math:`dS^\top = P^\top \circ
-# (dP^\top - \delta)`. The third argument of ``tl.dot`` is the sum that it adds to:
+# The gradients are steps 1, 3 and 5, with :math:`dS^\top = P^\top \circ (dP^\top - \delta)`. The
+# third argument of ``tl.dot`` is the sum that it adds to:
 
 lab.source(smallest.add_queries, "gradients")
 
@@ -1304,7 +1304,9 @@ def speed_bars(axes, rows):
     axes.set_yticks(list(ticks), list(ticks.values()))
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", visible=False)
-    axes.set(xlim=(0, 112), ylim=(place - 0.7, -0.7), xlabel="% of the speed of matmul")
+    axes.set(
+        xlim=(0, 112), ylim=(place - 0.7, -0.7), xlabel="% of the speed of a matmul"
+    )
 
 
 def speeds_in_words(rows):
@@ -1312,7 +1314,7 @@ def speeds_in_words(rows):
         f"{mask}: " + ", ".join(f"{name} {value:.0f}" for name, value in bars)
         for mask, bars in bars_of(rows).items()
     )
-    return f"Bars, % of the speed of matmul. {'; '.join(found)}."
+    return f"Bars, % of the speed of a matmul. {'; '.join(found)}."
 
 
 lab.draw(
@@ -1775,9 +1777,9 @@ lost = whole - two - saved
 wider = keys_at_once["all"] / keys_at_once["dkdv"] if tile_of else nan
 lab.read(
     f"**Tiles and warps are a part of the loss.** Of the {lost:.1f} ms that one sweep loses, "
-    f"{one - two:.1f} are in `dk` and `dv`, where nothing is added. Only tiles and warps differ: in one sweep a "
-    f"tile has {keys_at_once['all']} keys instead of {keys_at_once['dkdv']}, which halves the "
-    f"additions to `dq`."
+    f"{one - two:.1f} are in `dk` and `dv`, where nothing is added. Only tiles and warps "
+    f"differ: in one sweep a tile has {keys_at_once['all']} keys instead of "
+    f"{keys_at_once['dkdv']}, which halves the additions to `dq`."
     if tile_of and one > two and wider == 2
     else f"In the tiles of one sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}."
 )

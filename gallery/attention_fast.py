@@ -61,8 +61,8 @@ attention = partial(public_attention, backend="triton")
 lab.start("attention_fast", "kernelbook.ops.attention")
 
 # %%
-# What could stop it
-# ------------------
+# What could hold it back
+# -----------------------
 #
 # Attention is two matmuls with exponentials in between, and it is slower than a matmul because the
 # tensor cores, the GPU's matmul units, are idle at times. Four things could be the reason.
@@ -106,7 +106,7 @@ will_reach = finished_without_a_mask()
 lab.read(
     "**Memory** may deliver the tiles too slowly. "
     + (
-        f"If every byte came from HBM, the memory outside the chip, attention would stop at "
+        f"If every byte came from HBM, the memory outside the chip, attention could not pass "
         f"{from_hbm:.0f} TFLOP/s. But the L2 cache can serve many of the loads"
         + (
             f", and it does: without a mask the finished kernel will reach {will_reach:.0f}."
@@ -206,8 +206,8 @@ lab.sketch(
 #    :class: kb-key
 #
 #    Six changes follow. The first lets a second program use the tensor cores while the first
-#    computes exponentials, the next three let a program hand its matmuls over without pauses, the
-#    fifth does less besides the matmuls, and the sixth leaves no SM without work at the end.
+#    computes exponentials, the next three together let a program hand over its matmuls without
+#    pauses, the fifth does less besides them, and the sixth leaves no SM without work at the end.
 
 # %%
 # The loop
@@ -749,7 +749,7 @@ lab.read(
     + ", and rung 4, the largest, rewrites a single line, which returns the same numbers as "
     "before. Waits "
     + (
-        "will explain both."
+        "have a part in both."
         if limit_costs
         else "will explain the second, and probably the first."
     )
@@ -1396,9 +1396,9 @@ lab.read(
 
 # %%
 # To find what reads it, we look for ``p v`` in *TTGIR*, Triton's intermediate code, which is
-# ``compiled.asm["ttgir"]``. Two waits follow it instead of one, and the loop carries ``acc`` twice,
-# in two *layouts*: a layout says which elements of a tile each thread holds. The second layout is
-# that of ``alpha``, which has it from an innocent line, the maximum of a row:
+# ``compiled.asm["ttgir"]``. Two waits, ``warp_group_dot_wait``, follow it instead of one, and the
+# loop carries ``acc`` twice, in two *layouts*: a layout says which elements of a tile each thread
+# holds. The second is that of ``alpha``, which has it from an innocent line, the maximum of a row:
 #
 # 1. The scores have the layout of a matmul with 64 columns, and ``acc`` that of one with 128. The
 #    maximum, ``tl.max(qk, axis=1)``, inherits the layout of the scores, and so does ``alpha``.
@@ -1406,8 +1406,8 @@ lab.read(
 #    number per row. In rung 3 it converts ``acc``; we did not trace why. To spare the conversion in
 #    each iteration, it then carries both versions through the loop.
 # 3. Triton then emits two waits for ``p v``, each of which hands out one version of ``acc``. To
-#    have two, the code copies ``acc``, 64 registers in each thread, and places the copy before
-#    either wait, while ``p v`` still runs:
+#    have two, the code copies ``acc``, 64 registers in each thread, before both waits, while
+#    ``p v`` still runs:
 #
 # .. image:: /figures/attention-acc-twice.svg
 #    :alt: Three timelines of the four instructions of p v. In rung 3, as Triton writes it, the
@@ -1611,7 +1611,7 @@ measured(
     "One multiplication less per score is worth little, so these instructions are not what limits "
     "the loop."
     if little
-    else "So even beside a second program such instructions cost time.",
+    else "So even beside a second program, a multiplication per score costs time.",
 )
 
 # %%
@@ -1665,7 +1665,8 @@ lab.measure(
 
 # %% An animation
 # Here 16 programs of two heads run on three SMs with two slots each, one per program; the heaviest
-# are orange. Light first and head by head, they end at 16; heavy first, across both heads, at 13.
+# are orange. Light first and head by head, they take the time of 16 tiles; heavy first, across both
+# heads, of 13.
 #
 # .. animation:: light_or_heavy_first
 
@@ -2063,9 +2064,9 @@ def at_work(name):
 
 
 def saved(name):
-    """Thousands of cycles that a kernel takes less without its exponentials."""
+    """Thousands of cycles that a kernel takes less without its exponentials, as a table shows."""
     with_them, without_them = (
-        counted.get(x, {}).get("cycles, thousands", nan)
+        round(counted.get(x, {}).get("cycles, thousands", nan), 0)
         for x in (name, f"{name}, no exponentials")
     )
     return with_them - without_them
@@ -2146,7 +2147,7 @@ lab.read(
         f"cycles less: {hidden['finished']:.0f} % of their time is hidden. "
     )
     + (
-        f"In its loop it is the second program that hides them, because with one program per SM "
+        f"The second program hides them, because with one program per SM "
         f"they cost {saved('finished, one program'):,.0f} thousand cycles."
         if hidden["finished"] > hidden["finished, one program"] + 10
         else f"With one program per SM they cost {saved('finished, one program'):,.0f} thousand "
@@ -2161,13 +2162,13 @@ lab.read(
     f"Still, the tensor cores are at work for only {at_work('finished'):.0f} % of the time, where "
     f"cuBLAS reaches {at_work('matmul'):.0f} %. "
     + (
-        "This is close to the bound of warps that take turns, but only by chance, because then the "
-        "exponentials would cost time. "
+        "This is close to the bound of warps that take turns, but only by chance, because in those "
+        "the exponentials would cost time. "
         if abs(at_work("finished") - bound_of_turns(128)) < 3
         and hidden["finished"] > 80
         else ""
     )
-    + "The rest may be memory, moments in which both programs wait, or other instructions"
+    + "The rest may be late copies, moments in which both programs wait, or other instructions"
     + (
         ", of which rung 5 removed one and gained time."
         if gain("scale folded", "full") > CHANCE
@@ -2204,7 +2205,7 @@ def with_roles():
 roles = with_roles()
 lab.read(
     f"With roles and other changes, attention without a mask reaches {100 * roles[1]:.0f} % of a "
-    f"matmul there, in a run of its own."
+    f"matmul there, in a separate run."
     if roles and roles[1] > roles[0]
     else "Its speed is measured there."
 )
@@ -2243,9 +2244,9 @@ lab.read(
 #       :pyobject: place
 #
 # A kernel like this goes wrong first at sizes that no tile divides, such as lengths of 1, 127 and
-# 1,000, or head_dim 80. Compared with float64, we allow twice PyTorch's own error in 16 bits (or
-# one unit in the last place), and eight times in float32, where each multiplication by ``alpha``
-# adds a rounding. All checks pass.
+# 1,000, or head_dim 80. Against float64 we allow twice PyTorch's own error in 16 bits (or one
+# unit in the last place), and eight times in float32, where each multiplication by ``alpha`` adds a
+# rounding. All checks pass.
 
 
 # Measuring
@@ -2710,8 +2711,8 @@ lab.table(rows, "Rows that the program of head 0 wrote")
 
 # %%
 # The program wrote 12 rows of the wrong head. In attention their numbers would be wrong, and that
-# head's own program writes right ones there: whichever finishes last wins. Tests miss this where
-# the length is a multiple of the tile.
+# head's own program writes the right ones there: whichever finishes last wins. Tests miss this
+# where the length is a multiple of the tile.
 
 
 # Measuring
@@ -2760,11 +2761,11 @@ lab.together(past_the_end, too_much)
 # In short
 # --------
 #
-# A second program on an SM uses the tensor cores while the first computes exponentials, and for it
-# a program must be small. But it pays only if each program hands its matmuls over whole and waits
+# A second program on an SM uses the tensor cores while the first computes exponentials. It fits
+# only if programs are small, and pays in full only if each hands its matmuls over whole and waits
 # once for each. A lack of registers breaks that, and so does a copy of the accumulator. So count
-# the waits in the machine code, ask the assembler for its reason, and take every change back once
-# more at the end, because what it is worth depends on the others.
+# the waits in the machine code, ask the assembler for its reason, and take every change back at
+# the end, because what it is worth depends on the others.
 #
 # :doc:`/chapters/attention_backward` turns to the gradient, and
 # :doc:`/chapters/attention_in_models` to a single query.

@@ -1740,7 +1740,7 @@ lab.read(
 #
 # On rung 2 a consumer does not weigh during its own sum, and where it does, on rung 3, nothing is
 # gained. But on rung 2 a consumer also visits the matmul units once per tile instead of twice. We
-# first model how visits can matter, and then test the model.
+# model how visits can matter, and test the model.
 #
 # In the model, two consumers stand in line for the units, and pause after each request;
 # ``requests`` holds those of a tile, as (cycles of matmuls, cycles of the pause after them), and
@@ -2080,7 +2080,7 @@ lab.read(
 # Rungs 4 to 6: small changes
 # ---------------------------
 #
-# The last three changes are small, and only one of them pays, with a causal mask.
+# Of the last three changes only one pays, with a causal mask.
 
 # %%
 
@@ -2162,8 +2162,8 @@ of_sums = [gain("sums in threads", mask) for mask in ("full", "causal")]
 lab.read(
     told("sums in threads")
     + (
-        f"Its {100 * of_sums[1]:.1f} and {100 * of_sums[0]:.1f} % are below what we count, but "
-        "above what two timings differ by."
+        f"Yet its {100 * of_sums[1]:.1f} and {100 * of_sums[0]:.1f} % are more than two timings of "
+        "one kernel differ by."
         if max(twice) < min(of_sums) and max(of_sums) < SCATTER
         else ""
     )
@@ -2639,9 +2639,9 @@ lab.read(
 )
 
 # %%
-# The last question is what the kernel is worth. At each point, 100 % is the faster of cuDNN (by
-# PyTorch's SDPA) and FlashAttention 4 (FlashAttention-3 was not at hand). "Kernel Book" is what the
-# package takes by itself, which at head_dim 128 is the Gluon kernel.
+# In the figure, 100 % is the faster of cuDNN (by PyTorch's SDPA) and FlashAttention 4
+# (FlashAttention-3 was not at hand) at each point. "Kernel Book" is what the package takes by
+# itself, which at head_dim 128 is the Gluon kernel.
 
 
 # Measuring
@@ -2834,8 +2834,8 @@ lab.read(
 # - **What does not pay:** roles alone, a forced order, and turns. Row sums in threads pay a little
 #   at most.
 # - **Why scores ahead pay** is known only in part. The plan was that each cook prepares while his
-#   own dish bakes, but doing so made the kernel no faster. When the cooks of rung 1 were made to
-#   take turns, they had a part of the gain.
+#   own dish bakes, but doing so made the kernel no faster. Made to take turns, the cooks of rung 1
+#   had a part of the gain.
 # - **Beside libraries:** ahead at the shortest length with head_dim 128, behind at the longest.
 #
 # The next chapter, :doc:`/chapters/attention_hopper_backward`, gives roles to the warps of the

@@ -147,7 +147,7 @@ lab.sketch(
 #    :dedent:
 #
 # Each program has a *counter* in memory, which starts at 0 and says how many steps it has added.
-# ``tile`` is the number of the program, and ``at_query`` locates the sums of this step's queries:
+# ``at_query`` locates the sums of this step's queries:
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
 #    :pyobject: sweep_in_turn_kernel
@@ -285,7 +285,7 @@ lab.together(
 # So the launch ends. No manual promises the assumption. On a GPU that started programs in another
 # order, a launch could hang, but never give other bits, because no program adds before its turn. A
 # program that draws its number from an atomic counter would not need the assumption. The package
-# does need it, and rests on experience: every launch that a section below counts has ended.
+# needs it, and every launch that a section below counts has ended.
 #
 # **The direction matters.** If ids *descend* with the keys, and a head has more tiles than there
 # are SMs, the programs that run wait for one that cannot start. The simulation of the next section
@@ -1294,9 +1294,8 @@ def worst_of_each():
 # The same bits in every run
 # --------------------------
 #
-# Taking turns should give the same bits, and the right gradients, whatever the shape. Both were
-# checked on the package's version of this kernel, which on Hopper, in 16 bits, is the backward pass
-# of ``attention(q, k, v)`` for most shapes.
+# The same bits and the right gradients were checked on the package's version of this kernel, which
+# on Hopper, in 16 bits, is the backward pass of ``attention(q, k, v)`` for most shapes.
 
 # Measuring
 dtype = torch.float16 if runtime.INTERPRETED else torch.bfloat16
@@ -1797,7 +1796,7 @@ def rungs_in_words(rows):
         for mask in MASKS_OF_BARS
         if (rung, mask) in shares
     ]
-    return f"Pairs of bars, % of the speed of matmul: {', '.join(found)}."
+    return f"Pairs of bars, % of the speed of a matmul: {', '.join(found)}."
 
 
 lab.draw(
@@ -2592,8 +2591,8 @@ lab.together(
 # Against the libraries
 # ---------------------
 #
-# Two libraries could do the same work for a user of PyTorch: cuDNN, through SDPA, and
-# FlashAttention 4, which adds in a fixed order only in its deterministic mode.
+# We compare with cuDNN, through SDPA, and with FlashAttention 4, which adds in a fixed order only in
+# its deterministic mode.
 
 # Measuring
 PEERS = ("SDPA cuDNN", "FlashAttention")
@@ -2904,8 +2903,7 @@ lab.read(
     f"points, is level at {verdicts[0]['no difference']}, and loses at {verdicts[0]['slower']}"
     + (f" ({named(slower)})" if named(slower) else "")
     + f". Without the order the sweep is faster at {verdicts[1]['faster']} of the "
-    f"{len(at_points)} points and slower at {verdicts[1]['slower']}, perhaps because its sums have "
-    "to be set to zero before."
+    f"{len(at_points)} points and slower at {verdicts[1]['slower']}."
     if speed.rows
     else f"{nan}"
 )
@@ -3022,13 +3020,12 @@ lab.together(
 # **Trusting that zeros stay zeros.** Beyond the last key, the copy engine fills a tile with zeros.
 # So a key that is not there has the score 0 and the weight :math:`e^{0 - \mathrm{lse}}`, which is
 # multiplied by zeros. But if lse is below about −88.7, this weight is infinite in float32, and
-# infinity times zero is not a number. So the kernel masks it. At lse −100, a key that is not there
-# then adds to ``dq``:
+# infinity times zero is not a number. So the kernel masks it:
 #
 # .. code-block:: python
 #
-#    weight = exp(0 - lse)  # wrong: adds nan
-#    weight = where(key < seqlen_k, exp(0 - lse), 0)  # right: adds 0
+#    weight = exp(0 - lse)  # wrong: at lse -100 it adds nan to dq
+#    weight = where(key < seqlen_k, exp(0 - lse), 0)  # right: it adds 0
 
 
 # Measuring
@@ -3080,8 +3077,8 @@ lab.together(
 # Reading
 lab.read(
     f"**One sweep is faster than two at {verdicts[0]['faster']} of {len(at_points)} points,** but "
-    "by less than 7/5. Part of the gap may be the shared sum, because it loads shared memory, and "
-    "because the matmul units pause while a part is handed over. The fastest library is ahead at "
+    "by less than 7/5. Part of the gap may be the shared sum: it loads shared memory, and the "
+    "matmul units pause while a part is handed over. The fastest library is ahead at "
     f"{everywhere} {len(at_points)} points."
     if speed.rows
     else f"{nan}"

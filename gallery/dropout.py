@@ -132,7 +132,7 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 # The mathematics
 # ---------------
 #
-# The kernel needs three formulas: for the output, for the gradient, and for the random numbers.
+# The kernel needs an output, a gradient, and random numbers.
 #
 # **Forward.** If numbers had 4 bits, from 0 to 15, and :math:`p` were a quarter, an element would
 # be dropped where its number is below 4. Ours have 32 bits. Let :math:`r_i` be the number of
@@ -174,8 +174,8 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 #    c_3' &= \mathrm{lo}(A c_0)
 #    \end{aligned}
 #
-# The two products change places, so that a change of one word soon reaches all four. Before the
-# next round a constant is added to each word of the seed, so that no two rounds are alike.
+# The products change places, so that a change soon reaches all four words. Then a constant is added
+# to each word of the seed, which makes every round different.
 
 # Reading
 four, (small_a, small_b), (small_k0, small_k1) = (3, 6, 7, 2), (13, 11), (5, 9)
@@ -197,8 +197,8 @@ lab.read(
 # .. animation:: one_flipped_bit
 #
 # A word that shows no difference, such as :math:`c_3` after two rounds, has just been computed from
-# words in which the change had not yet arrived. From the fourth round on about half of the bits
-# differ, which is necessary and not sufficient: the section “Is it random enough?” tests the masks.
+# words in which the change had not yet arrived. After four rounds half of the bits differ, which is
+# necessary and not sufficient (“Is it random enough?”).
 #
 # .. dropdown:: Why two counters never give the same numbers
 #
@@ -211,9 +211,9 @@ lab.read(
 # A stored mask
 # -------------
 #
-# What does a stored mask cost in time? The yardstick is a copy, because it moves exactly the bytes
-# that every implementation must move. We begin with PyTorch's four operations. Three kernels
-# follow: with a stored mask, with one number of each call of Philox, and with all four.
+# What does a stored mask cost in time? The yardstick is a copy, which moves only the bytes that no
+# implementation can avoid. After PyTorch's four operations follow three kernels: with a stored
+# mask, with one number of each call of Philox, and with all four.
 
 
 # Measuring
@@ -304,16 +304,15 @@ drawing, copying = took.get("torch.rand_like(x)", nan), took.get("a copy", nan)
 multiplying, in_all = took.get("x * keep", nan), sum(took.values()) - copying
 lab.read(
     (
-        "Two of the four take longer than their bytes explain. The product of `x` in float16 and "
-        f"`keep` in bool takes {100 * multiplying / in_all:.0f} % of the time, and we have not "
-        "looked into the cause. "
+        "Two take longer than their bytes explain. The product of float16 and bool takes "
+        f"{100 * multiplying / in_all:.0f} % of the time, and we have not looked into the cause. "
         if multiplying > 1.3 * copying * 5 / 4 and drawing > 1.3 * copying * 2 / 4
         else ""
     )
-    + "`torch.rand_like` writes half as many bytes as a copy moves and takes "
+    + "`torch.rand_like` moves half the bytes of a copy and takes "
     f"{drawing / copying:.1f} times as long"
     + (
-        ": drawing random numbers can cost more than memory does."
+        ": drawing random numbers can cost more than moving bytes."
         if drawing > copying
         else "."
     )
@@ -398,8 +397,7 @@ lab.read(
     "It moves only the bytes of a copy, and yet reaches "
     f"{half['one a call']:.0f} %. Arithmetic is now the limit, because with one round of Philox in "
     "place of ten the same kernel is about as fast as a copy (section “The cost of Philox”). "
-    "Three quarters of it is wasted: for every element `tl.rand` calls Philox, gets "
-    "four numbers, and discards three."
+    "For every element `tl.rand` calls Philox, gets four numbers, and discards three."
 )
 
 # %%
@@ -416,7 +414,7 @@ lab.source(seeded_dropout_kernel, "place")
 
 # %%
 # Then it loads ``x``, drops elements, and stores the rest. Only the last block can extend past the
-# end, so it alone loads and stores under a mask, in a branch of its own:
+# end, so it alone has a mask, in a branch of its own:
 
 lab.source(seeded_dropout_kernel, "load, drop, store")
 
@@ -516,11 +514,10 @@ lab.read(
 )
 
 # %%
-# Both branches call ``_dropped``, which first draws. The random numbers do not depend on ``x``, so
-# they need not wait for its load. A block of ``BLOCK_SIZE`` elements needs only a quarter as many
-# counters, and ``tl.randint4x`` returns four blocks of numbers, ``r0`` to ``r3``. We want the four
-# numbers of counter 0, then those of counter 1, and so on. ``tl.interleave(a, b)`` alternates
-# between the elements of two blocks, and three such calls bring the numbers into this order:
+# Both branches call ``_dropped``, which first draws. A block of ``BLOCK_SIZE`` elements needs only a
+# quarter as many counters, and ``tl.randint4x`` returns four blocks of numbers, ``r0`` to ``r3``.
+# We want the four numbers of counter 0, then those of counter 1, and so on. ``tl.interleave(a, b)``
+# alternates between the elements of two blocks, and three calls bring the numbers into this order:
 
 lab.source(_dropped, "draw")
 
@@ -579,7 +576,7 @@ lab.read(
         f"{half['stored mask']:.0f} %."
     )
     + " With `seven rounds` the same kernel reaches "
-    f"{min(half['seven rounds'], brain['seven rounds']):.0f} % or more in both 16-bit dtypes. "
+    f"{half['seven rounds']:.0f} % in float16 and {brain['seven rounds']:.0f} % in bfloat16. "
     "Drawing the seed costs the operator little, as the bar of `Kernel Book` shows."
     + (
         " We have not looked into why `torch.compile` makes `F.dropout` slower."
@@ -654,7 +651,7 @@ lab.read(
         else "From 10 to 28 rounds, each further round costs "
     )
     + f"{slope['one a call'] / slope['four a call']:.1f} times as much time with one number per "
-    "call as with four, nearly 4 times, because four elements then share a call."
+    "call as with four, because four elements then share a call."
 )
 
 # %%
@@ -712,7 +709,7 @@ lab.facts(
 # Three rounds fewer are worth having only if the coin stays fair. With fewer rounds the mask may
 # keep too many elements, or too many of those that use the same one of the four numbers. Or a toss
 # may tell something about a later one, or about the same element under a neighbouring seed. We turn
-# each of these four suspicions into a score :math:`z`, the number of standard deviations from what
+# each suspicion into a score :math:`z`, the number of standard deviations from what
 # a fair coin gives on average. For a fair coin, :math:`|z|` exceeds 5 less than once in a million
 # tests.
 #
@@ -770,9 +767,9 @@ assert all(row["fair"] for row in rows)
 lab.table(rows, f"The mask as a coin, {n:,} tosses, run now")
 
 # %%
-# Philox's authors report that 7 rounds pass every test of BigCrush, the hardest suite of the test
-# library TestU01, and recommend 10 for a margin (Salmon et al., 2011); ``tl.rand`` runs 10. We run
-# our own tests with each number of rounds, on :math:`2^{28}` tosses.
+# Philox's authors report that 7 rounds pass all of BigCrush, the hardest suite of the test library
+# TestU01, and recommend 10 for a margin (Salmon et al., 2011), as ``tl.rand`` runs. We run our own
+# tests with each number of rounds, on :math:`2^{28}` tosses.
 
 
 def rounds_experiment():
@@ -963,8 +960,8 @@ back = {
 lab.read(
     "The operator does the same, and its backward pass reaches "
     f"{back['Kernel Book']:.0f} % of the speed of a copy in float16. PyTorch's reads the stored "
-    f"mask, 5 bytes instead of 4, and reaches {back['PyTorch']:.0f} %. So the seed also saves time "
-    "in the backward pass."
+    f"mask, 5 bytes instead of 4, and reaches {back['PyTorch']:.0f} %. So the seed saves time "
+    "here, too."
 )
 
 # %%
@@ -1230,7 +1227,7 @@ lab.read(in_another_run.strip()) if in_another_run else None
 # What breaks it
 # --------------
 #
-# Three mistakes are easy to make, and each is found by a number.
+# Each of three mistakes is found by a number.
 #
 # **The program's number is forgotten.** If the counter starts at zero in every program, every block
 # gets the same mask. We imitate the mistake by repeating one block.

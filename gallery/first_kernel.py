@@ -1759,7 +1759,7 @@ def marks(axes, rows):
             markersize=9 if provider == "Kernel Book" else 7,
         )
     axes.set_xticks(range(len(lengths)), [short(n) for n in lengths])
-    axes.set(xlabel="columns", ylabel="% of copy", ylim=(-3, 105))
+    axes.set(xlabel="columns", ylabel="% of a copy", ylim=(-3, 105))
 
 
 lab.draw(shapes, "Forward, 2²⁶ elements in rows of any length", by_length, marks)

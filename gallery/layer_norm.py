@@ -9,7 +9,7 @@ the variance right to the last digits?*
 You will learn
 
 - how a kernel goes through a row three times and reads it only once;
-- which mistakes make a variance wrong without an error, and how to keep its digits;
+- which mistakes make a variance silently wrong, and how to keep its digits;
 - how long rows fit on the chip: packed in pairs, or shared by several programs.
 """
 
@@ -75,8 +75,8 @@ def simple_layer_norm(x, w, b, eps=1e-5):
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    A kernel that keeps the whole row on the chip loads it once, because going through it again
-#    costs no traffic.
+#    A kernel that keeps the whole row on the chip need load it only once, because going through
+#    it again costs no traffic.
 #
 # .. image:: /figures/layer-norm-passes.svg
 #    :alt: Three ways to compute layer norm. PyTorch, operation by operation, reads a row 7 times
@@ -428,7 +428,7 @@ lab.read(
         else "If its three reads and its write all go to main memory, it can reach half the speed "
         "of a copy. "
     )
-    + f"At 32,768 columns {share['loop', 32768]:.0f} % is left"
+    + f"At 32,768 columns the loop reaches {share['loop', 32768]:.0f} %"
     + (", about that half." if 47 < share["loop", 32768] < 55 else ".")
 )
 
@@ -783,8 +783,6 @@ lab.together(
 )
 
 # %%
-# So the variance is safe, and the mean is as good as one float32 number allows.
-#
 # Longer rows: packed
 # -------------------
 #
@@ -808,7 +806,7 @@ lab.together(
 lab.source(widen)
 
 # %%
-# Without its guards, and for bfloat16, the kernel computes:
+# Without its guards, for bfloat16, and with ``PAIRS`` pairs in each piece, the kernel computes:
 #
 # .. code-block:: python
 #
@@ -831,11 +829,11 @@ lab.source(widen)
 #    m2 = tl.sum(m2, axis=0)
 #
 # A compiler may widen the pieces once for both loops and keep the results in registers. ``afresh``
-# rules this out, here and before the output, because it adds to each piece ``zero``, an argument
-# that is always 0, which the compiler does not know.
+# rules this out, here and before the output, because the compiler does not know that ``zero``, an
+# argument that it adds to each piece, is always 0.
 #
-# The mean is not corrected here, because a bfloat16 has 8 significant bits and float32 has 24: the
-# sum of up to 65,536 equal numbers is exact.
+# The mean is not corrected here, because a bfloat16 takes only 8 of the 24 significant bits of
+# float32. The other 16 keep the sum of up to 65,536 (2¹⁶) equal numbers exact.
 
 # Folded: The packed kernel whole, and how it keeps digits and registers
 lab.together(
@@ -947,12 +945,15 @@ lab.read(
         if packed_gain > 0
         else "At 32,768 columns packing gains nothing"
     )
-    + f". The third line of the table isolates this: with {of_lone:.0f} registers per thread only "
+    + ". The third line of the table isolates this: without its limit of "
+    f"{tuned.PACKED[32768][1]} registers per thread the same kernel takes {of_lone:.0f}, so only "
     + (
-        f"one program fits, and the same kernel falls to {lone[0]:.0f} %."
+        f"one program fits, and it falls to {lone[0]:.0f} %"
+        + ", below the whole row" * (lone[0] < held[0] - 2)
+        + "."
         if two_matter
-        else f"one program fits, and the same kernel reaches {lone[0]:.0f} %, so the second "
-        "program makes no difference."
+        else f"one program fits, and it reaches {lone[0]:.0f} %, so the second program makes no "
+        "difference."
     )
 )
 
@@ -1034,7 +1035,7 @@ lab.source(merge_moments)
 # distances ``apart`` of the means from a *pivot*, the first of them, and adds their average,
 # ``shift``, to it.
 #
-# The programs pass on their moments in slots, by the :term:`exchange` of
+# The programs :term:`exchange` their moments through slots, as in
 # :doc:`softmax </chapters/softmax>`.
 
 # Folded: The split kernel whole, and what it does around the merge
@@ -1114,7 +1115,7 @@ lab.read(
     "At 262,144 columns of bfloat16, which 32 programs share, split rows reach "
     f"{parted:.0f} % of the speed of a copy, "
     + (
-        f"and {name_of_best}, the better alternative, {best_other:.0f} %."
+        f"and {name_of_best}, the next best, {best_other:.0f} %."
         if parted > 1.02 * best_other
         else f"no more than {name_of_best}, which reaches {best_other:.0f} %."
     )
@@ -1583,7 +1584,7 @@ lab.read(
         else f"our call takes {called[0]:.0f} µs for 16 rows of 1,024 columns, and PyTorch's "
         f"{theirs[0]:.0f}"
     )
-    + f". In a CUDA graph, a recorded sequence of launches, they take {alone[0]:.0f} and "
+    + f". In a CUDA graph, which replays prepared launches, they take {alone[0]:.0f} and "
     f"{theirs_alone[0]:.0f}."
 )
 
@@ -1679,10 +1680,15 @@ beaten = {
 
 # Reading
 lab.read(
-    "**Rows whose length 16 does not divide are slower.** At 4,100 columns ours reach "
-    f"{ours[4100]:.0f} % of a copy and PyTorch's {shares[4100]['PyTorch']:.0f}, and at 4,101 "
-    f"columns, where our threads must load single numbers, {ours[4101]:.0f} and "
-    f"{shares[4101]['PyTorch']:.0f}. "
+    "**Rows whose length is not a multiple of 16 are slower.** At 4,100 columns "
+    + (
+        f"ours and PyTorch's reach {ours[4100]:.0f} % of a copy"
+        if round(ours[4100]) == round(shares[4100]["PyTorch"])
+        else f"ours reach {ours[4100]:.0f} % of a copy and PyTorch's "
+        f"{shares[4100]['PyTorch']:.0f}"
+    )
+    + ", and at 4,101, where our threads must load single numbers, "
+    f"{ours[4101]:.0f} and {shares[4101]['PyTorch']:.0f}. "
     + " ".join(
         f"{name} is faster than ours at {' and '.join(lengths)} columns."
         for name, lengths in beaten.items()
@@ -1751,9 +1757,9 @@ lab.together(
 # What breaks it
 # --------------
 #
-# Three mistakes make layer norm wrong without an error: the variance from *squares*, the mean *not
-# corrected*, and deviations without ``tl.where``. In the last, each zero of the *padding*, here up
-# to a block of 1,024, adds the square of the mean:
+# Three mistakes make layer norm silently wrong: the variance from *squares*, the mean *not
+# corrected*, and deviations without ``tl.where``. In the last, each zero of the *padding*, which
+# here fills a block of 1,024, adds the square of the mean:
 #
 # .. code-block:: python
 #
@@ -1823,7 +1829,7 @@ y, wrong = (
 missed = ((wrong - y).abs() > 1e-3 + 1e-3 * y.abs()).double().mean().item()
 lab.read(
     "Rows without padding hide the last mistake, and rows from `torch.randn` nearly do, because "
-    "their means are near 0: in 33 such rows of 1,000 a tolerance of 0.001 finds "
+    "their means are near 0: a test of 33 such rows of 1,000, with a tolerance of 0.001, finds "
     + ("nothing." if missed == 0 else f"{100 * missed:.1f} % of the elements wrong.")
     + " So test with padding and a mean that is not 0."
 )

@@ -89,7 +89,7 @@ def simple_backward(x, w, mean, rstd, dy):
 #
 # An *atomic add* cannot lose an addition, because the hardware reads, adds and writes in one step.
 # A *lock* cannot either, because under it programs add one at a time. But under both, all programs
-# meet at the same addresses, once for every row if each row is added on its own. And the rounding
+# meet at the same addresses, once per row if each is added on its own. And the rounding
 # can differ from run to run, because whoever comes first adds first. Both can be avoided:
 #
 # .. admonition:: Key idea
@@ -308,7 +308,7 @@ lab.read(
 # -------------------
 #
 # How many rows should a program take? Its sums are two rows of float32, written once and read once:
-# 16 bytes per column, however many rows it has summed. Each row of 16-bit numbers is 6 bytes per
+# 16 bytes per column, however many rows it sums. Each row of 16-bit numbers is 6 bytes per
 # column, for ``x``, ``dy`` and ``dx``.
 
 
@@ -512,7 +512,7 @@ lab.source(lock_kernel)
 # What breaks it: a lock without its protections
 # ----------------------------------------------
 #
-# To see what each protection prevents, we take it away, by these changes to the numbered lines:
+# To see what each protection prevents, we take it away in the numbered lines:
 #
 # .. code-block:: python
 #
@@ -522,7 +522,7 @@ lab.source(lock_kernel)
 #    tl.atomic_xchg(lock_ptr, 0, sem="relaxed")  # 4, without release
 #
 # Each of 500 programs adds one row to a buffer under the lock. The rows hold small integers, which
-# float32 adds exactly in any order, so any wrong sum has lost an addition. Where all are ones, the
+# float32 adds exactly in any order, so any wrong sum has lost an addition. With rows of ones, the
 # sum counts the additions that arrived.
 
 
@@ -731,9 +731,9 @@ lab.together(
 lab.source(partial_kernel, "no lock")
 
 # %%
-# A second kernel adds the buffers, each of which is one row to it, ``dw`` and then ``db``, so its
-# ``n_cols`` counts both. Each program takes some columns, and adds ``BLOCK_ROWS`` buffers at a time,
-# in an order that is always the same.
+# A second kernel adds the buffers. To it a buffer is one row, ``dw`` and then ``db``, so its
+# ``n_cols`` counts both. Each program takes some columns, and adds ``BLOCK_ROWS`` buffers at a
+# time, in an order that is always the same.
 
 lab.source(sum_of_buffers)
 
@@ -771,10 +771,9 @@ lab.read(
 # What each way costs
 # -------------------
 #
-# What does each way cost, and with how many programs? The figure times the three ways on 32,768
-# rows of 1,024 columns, in float32, from 128 programs that sum 256 rows each to 16,384 that sum
-# two. 100 % is the speed of a copy of ``dy``, in bytes per second. The time of partial sums
-# includes the second kernel.
+# The figure times the three ways on 32,768 rows of 1,024 columns, in float32, from 128 programs
+# that sum 256 rows each to 16,384 that sum two. 100 % is the speed of a copy of ``dy``, in bytes
+# per second. The time of partial sums includes the second kernel.
 
 # %%
 
@@ -1002,8 +1001,8 @@ lab.together(
 # The key idea has two halves, summing many rows and storing without a lock. The kernel of
 # ``layer_norm`` can do one without the other, because it can also take a lock. It differs from the
 # small kernels: it takes 16-bit numbers, its programs can share 64 buffers with a lock each, and it
-# *loads ahead*, which means that its next rows are copied into :term:`shared memory` while it
-# works on a row. It has no atomic add.
+# *loads ahead*: it copies its next rows into :term:`shared memory` while it works on a row. It has
+# no atomic add.
 #
 # A *tile* is two rows of 1,024 columns, or one longer row. Where each program takes one tile, sums
 # are handed over *every tile*, and where it takes many, *once*.
@@ -1476,8 +1475,8 @@ def ahead_said():
     if three - none >= 10:
         said += f"Loading nothing ahead costs whole rows {three - none:.0f} points"
         said += (
-            ", which is enough to explain packed rows, because these load nothing ahead either "
-            f"and lie {three - packed:.0f} points behind. "
+            ", and packed rows, which load nothing ahead either, are only "
+            f"{three - packed:.0f} points behind. "
             if packed >= none
             else ". "
         )

@@ -399,7 +399,7 @@ def step(title, *earlier, new, allowed=None):
         axes.set_xscale("log", base=2)
         axes.set_xticks(COLUMNS, [f"{n // 1024}Ki" for n in COLUMNS])
         axes.minorticks_off()
-        scale = f"% of copy, from {low}" if low else "% of copy"
+        scale = f"% of a copy, from {low}" if low else "% of a copy"
         axes.set(xlabel="columns", ylabel=scale, ylim=(low, 114))
 
     return lab.draw(replace(plain[0], elsewhere=plain[1:]), title, told, draw)

@@ -175,7 +175,7 @@ CHAPTERS = {
         {
             "PyTorch": "formula in PyTorch, with the table",
             "first kernel": "first kernel",
-            "in stages": "masked tiles skipped",
+            "in stages": "kernel in stages",
         },
     ),
     "attention_fast": Facts(

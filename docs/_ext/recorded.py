@@ -579,7 +579,7 @@ def pictured_input(record):
         size = [f"a layer of width {point['width']:,}", f"context {point['context']:,}"]
     else:
         size = [f"length {point['seqlen']:,}", f"head_dim {point['head_dim']}"]
-        size += [point["mask"]]
+        size += [{"full": "no mask", "causal": "causal mask"}[point["mask"]]]
     dtype = None if "all in FP8" in facts.bars else point.get("dtype")  # there the bars say it
     return ", ".join([*size, *filter(None, [dtype])])
 

@@ -142,6 +142,13 @@ def sketch(title: str, alt: str, how: Callable, panels: int = 1, height: float =
     figure.set_label(f"{title}. {alt}")
 
 
+def percent_of(sweep: Sweep) -> str:
+    """Return what an axis says that has percentages of a sweep's limit."""
+    if sweep.limit == "ideal":  # which is a speed itself
+        return "% of ideal"
+    return f"% of the speed of a {sweep.limit}"
+
+
 def plot(
     sweep: Sweep,
     title: str,
@@ -163,7 +170,7 @@ def plot(
 
     def one(sweep: Sweep) -> Figure:
         rows = sweep.at(**where)
-        column, unit = ("share", f"% of {sweep.limit}") if share else ("rate", sweep.unit)
+        column, unit = ("share", percent_of(sweep)) if share else ("rate", sweep.unit)
         factor = 100 if share else 1
         last = rows[rows[sweep.axis] == rows[sweep.axis].max()]
         found = [
@@ -213,8 +220,7 @@ def ladder(
     """
     names = names or {}
 
-    # An ideal is a speed itself.
-    of_limit = f"% of {'' if sweep.limit == 'ideal' else 'the speed of '}{sweep.limit}"
+    of_limit = percent_of(sweep)
 
     def rows_of(sweep: Sweep) -> pandas.DataFrame:
         rows = sweep.at(**where)
