@@ -291,7 +291,7 @@ lab.sketch(
 )
 
 # %%
-# Take as unit the time for all queries of one rank with all keys of another. Zig-zag takes half a
+# Take as the unit the time for all queries of one rank with all keys of another. Zig-zag takes half a
 # unit per step, :math:`W / 2` in all. Contiguous parts take half a unit for the first step and a
 # whole unit for each of the :math:`W - 1` others: :math:`W - 1/2` in all. **So by this count
 # zig-zag is 1.5 times as fast with two ranks, and nearly twice as fast with many.**
@@ -511,8 +511,8 @@ lab.source(ring._exchange)
 # %%
 # **When to choose it.** The number of ranks must divide both the number of query heads and that of
 # key heads. If these are equal, in the forward pass a rank sends :math:`(W - 1) / W` of each of
-# four tensors, where in the ring it sends two tensors :math:`W - 1` times, :math:`W / 2` times as
-# many bytes. But nothing is computed meanwhile. So by this count all to all suits short parts on
+# four tensors, where in the ring it sends two tensors :math:`W - 1` times, which is
+# :math:`W / 2` times as many bytes. But nothing is computed meanwhile. So by this count all to all suits short parts on
 # many ranks, and the ring suits long parts, whose transfers hide.
 
 # %%
@@ -868,39 +868,56 @@ lab.read(
         f"All to all takes as long as zig-zag, within {numpy.ceil(exchanged):.0f} %, although in "
         "both passes together it sends half as many bytes; we did not look for the reason."
         if exchanged < 2 and WORLD == 2
-        else f"All to all takes up to {exchanged:.0f} % more or less than zig-zag."
+        else f"The time of all to all is within {numpy.ceil(exchanged):.0f} % of that of zig-zag."
     )
 )
 
 # %%
 
+
 # Reading
-at_shortest = speed.at(provider="Kernel Book", seqlen=first)[["ms", "p80"]].mean()
-# Of three rounds p80 lies 0.6 of the way from the median to the slowest.
-slowest_round = at_shortest["ms"] + (at_shortest["p80"] - at_shortest["ms"]) / 0.6
-doubtful = slowest_round > speed.milliseconds_at("zig-zag", seqlen=first)
+def rounds_of(name, n):
+    """The fastest and the slowest of three rounds, in milliseconds, from their quantiles."""
+    p20, ms, p80 = speed.at(provider=name, seqlen=n)[["p20", "ms", "p80"]].mean()
+    # Of three rounds p20 and p80 lie 0.6 of the way from the median to the ends.
+    return ms - (ms - p20) / 0.6, ms + (p80 - ms) / 0.6
+
+
 gains = {n: percent("Kernel Book", n) - percent("zig-zag", n) for n in LENGTHS}
-sweeps_differ = {
-    n: abs(percent("Kernel Book", n) - 100 * beside.share("Kernel Book", seqlen=n))
+between_sweeps = max(
+    abs(percent("Kernel Book", n) - 100 * beside.share("Kernel Book", seqlen=n))
     for n in PEER_LENGTHS
-}
-in_doubt = [n for n in LENGTHS if gains[n] < max(sweeps_differ.values())]
+)
+in_doubt = [n for n in LENGTHS if abs(gains[n]) <= between_sweeps]
+gained = [n for n in LENGTHS if n not in in_doubt and not gains[n] < 0]
+given_up = [n for n in LENGTHS if n not in in_doubt and gains[n] < 0]
+
+
+def points_at(lengths):
+    """The points gained or lost at some lengths, in words."""
+    return " and ".join(
+        f"{abs(gains[n]):.0f}{' points' * (not at)} at {n:,}{' tokens' * (not at)}"
+        for at, n in enumerate(lengths)
+    )
+
+
+ours_took, zigzag_took = (rounds_of(name, first) for name in ("Kernel Book", "zig-zag"))
+changes = [
+    f"{verb} {points_at(lengths)}"
+    for verb, lengths in (("gains", gained), ("loses", given_up))
+    if lengths
+]
 lab.read(
-    (
-        "**Hiding the transfers gains most on short sequences:** "
-        if gains[first] == max(gains.values())
-        else "Hiding the transfers gains "
-    )
-    + f"{gains[first]:.0f} points at {first:,} tokens. "
+    (f"**Hiding the transfers {', but '.join(changes)}**" if changes else "")
     + (
-        f"But one of three rounds at {first:,} was no faster than zig-zag. "
-        if doubtful
-        else ""
+        f", where its rounds took {ours_took[0]:.1f} to {ours_took[1]:.1f} ms, and those of "
+        f"zig-zag at most {zigzag_took[1]:.1f}. We did not look for the reason. "
+        if given_up == [first]
+        else ". " * bool(changes)
     )
     + (
-        f"The gains at {' and '.join(f'{n:,}' for n in in_doubt)}, of up to "
-        f"{max(gains[n] for n in in_doubt):.0f} points, may be noise, because a second sweep of "
-        f"our ring differed by up to {max(sweeps_differ.values()):.0f}."
+        f"At {' and '.join(f'{n:,}' for n in in_doubt)} tokens it changes less than the "
+        f"{between_sweeps:.1f} points by which two sweeps of our ring differ."
         if in_doubt
         else ""
     )
@@ -1033,9 +1050,16 @@ lost = all(percent(name, first) < percent(name, last) for name in RUNGS)
 lab.read(
     ("**Short sequences lose in every version.** " if lost else "")
     + f"At {first:,} tokens the ring takes {ring_ms:.1f} ms, where linear scaling would take "
-    f"{ideal_ms:.1f}. The kernels may cause the loss, because launched one at a time they take "
-    f"{by_kernels:.1f} ms, or the host, which needs {ring_cost:.1f} ms even for {SHORT} tokens. "
-    "In the ring both overlap, so we cannot tell which of them does."
+    f"{ideal_ms:.1f}. "
+    + (
+        "Neither the kernels nor the host alone explain this, because launched one at a time the "
+        f"kernels take {by_kernels:.1f} ms, and the host needs {ring_cost:.1f} ms even for {SHORT} "
+        "tokens."
+        if max(by_kernels, ring_cost) < 0.9 * ring_ms
+        else "The kernels may cause the loss, because launched one at a time they take "
+        f"{by_kernels:.1f} ms, or the host, which needs {ring_cost:.1f} ms even for {SHORT} "
+        "tokens. In the ring both overlap, so we cannot tell which of them does."
+    )
 )
 
 # %%
@@ -1443,16 +1467,27 @@ def not_hidden(rows, version):
 
 
 moved = not_hidden(schedule.rows, "waited for") - not_hidden(schedule.rows, "behind")
+saved = before - after
+slowed = busy(schedule.rows, "behind", "compute") - busy(
+    schedule.rows, "waited for", "compute"
+)
 begins = min(
     (at for at, _ in lane_rows(schedule.rows, "behind", "compute")), default=nan
 )
 lab.read(
     "**Transfers 2 and 3 hide behind the backward pass.** Transfer 4 does not, because nothing is "
-    "left to compute. Most of transfer 1 does not either, because the first kernel begins "
-    f"{begins:.1f} ms later. It need not wait for the transfer, and perhaps is late because the "
-    f"host launches the transfer first. Of the {before - after:.1f} ms that hiding saves, "
-    f"{moved:.1f} are those of transfers, and the rest those of gaps around them. The profiler "
-    "slows the host and may widen the gaps, so the sweep above tells how much hiding saves."
+    "left to compute. Nor does most of transfer 1, because the first kernel begins "
+    f"{begins:.1f} ms after it, perhaps because the host launches the transfer first. "
+    + (
+        f"Of the {saved:.1f} ms that hiding saves, {moved:.1f} are those of transfers, and the "
+        "rest those of gaps around them. "
+        if moved <= saved
+        else f"Hiding moves {moved:.1f} ms of transfers beside the computation, which takes "
+        f"{slowed:.1f} ms longer then, so it saves {saved:.1f} ms. "
+        if slowed > 0
+        else f"Hiding saves {saved:.1f} ms. "
+    )
+    + "The profiler slows the host, so the sweep above tells how much hiding saves."
     if schedule.rows or schedule.provenance is None
     else "The profiler saw no kernel on this machine."
 )
@@ -1479,7 +1514,7 @@ lab.read(
 #    :class: kb-key
 #
 #    What counts are the tokens *per rank*, because the scores grow with the square of their number
-#    and the bytes only with the number itself. Head size and number of ranks do not occur.
+#    and the bytes only with the number itself. The head size and the number of ranks do not.
 #
 # In the backward pass, a step does 2.5 times the FLOPs. With more than two ranks it sends three
 # times the bytes, because the gradients travel with the keys, in 32 bits. So the factor 2 becomes
@@ -1584,8 +1619,8 @@ lab.read(
     f"computes at {flops['backward'] / 1e12:.0f} TFLOP/s. **With more than two ranks, the "
     "formula hides all transfers from "
     f"{round(hidden_from('backward', bandwidth), -2):,.0f} tokens per rank over {joined}, and from "
-    f"{round(hidden_from('backward', NETWORK), -3):,.0f} over a network card**, or "
-    f"{64 * hidden_from('backward', NETWORK) / 1e6:.1f} million on 64 GPUs."
+    f"{round(hidden_from('backward', NETWORK), -3):,.0f} over a network card**, "
+    f"which is {64 * hidden_from('backward', NETWORK) / 1e6:.1f} million in all on 64 GPUs."
 )
 
 # %%
@@ -1740,11 +1775,14 @@ lab.draw(steps, "The ring with more GPUs, by tokens per rank", in_words_of, curv
 # Reading
 GOOD = 80
 differ = {n: linear(WORLD, n, bandwidth) - percent("Kernel Book", n) for n in LENGTHS}
+worst = max(differ, key=differ.get)
 lab.read(
     "**In this simulation 64 and 1,024 GPUs lie on one line,** because it knows no slow rank and "
     f"no shared switch. It can be compared with {WORLD} ranks only, the dots: "
     + (
-        f"there it promises up to {max(differ.values()):.0f} points too much."
+        f"there it promises {differ[worst]:.0f} points too much at {worst // WORLD:,} tokens per "
+        f"rank, and {differ[last]:.0f} at {last // WORLD:,}, so real rings probably need longer "
+        "parts than these:"
         if min(differ.values()) > 0
         else f"there it errs by up to {max(map(abs, differ.values())):.0f} points."
     )
@@ -2050,8 +2088,10 @@ lab.together(
 # Reading
 lab.read(
     f"{WORLD} GPUs reach {100 * share['Kernel Book']:.0f} % of linear scaling at {length:,} "
-    f"tokens, and {percent('Kernel Book', first):.0f} % at {first:,}. Over a network card a rank "
-    f"needs about {round(hidden_from('backward', NETWORK), -3):,.0f} tokens to hide its transfers, "
+    f"tokens, and {percent('Kernel Book', first):.0f} % at {first:,}"
+    + (", where hiding the transfers does not pay" if first in given_up else "")
+    + ". Over a network card a rank needs about "
+    f" {round(hidden_from('backward', NETWORK), -3):,.0f} tokens to hide its transfers, "
     "so a ring suits long parts."
 )
 

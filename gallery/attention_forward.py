@@ -210,7 +210,7 @@ def two_lines(axes, rows):
     )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    axes.set_xticks([2**n for n in (10, 12, 14, 16)], ["1Ki", "4Ki", "16Ki", "64Ki"])
+    axes.set_xticks([2**n for n in (10, 12, 14, 16)], ["1,024", "4,096", "16,384", "65,536"])
     sizes = {2**4: "16 MiB", 2**8: "256 MiB", 2**12: "4 GiB", 2**16: "64 GiB"}
     axes.set_yticks(list(sizes), list(sizes.values()))
     axes.set(xlabel="length")

@@ -132,8 +132,6 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 # The mathematics
 # ---------------
 #
-# The kernel needs an output, a gradient, and random numbers.
-#
 # **Forward.** If numbers had 4 bits, from 0 to 15, and :math:`p` were a quarter, an element would
 # be dropped where its number is below 4. Ours have 32 bits. Let :math:`r_i` be the number of
 # element :math:`i`, uniform in :math:`\{0, \dots, 2^{32} - 1\}`:
@@ -514,8 +512,8 @@ lab.read(
 )
 
 # %%
-# Both branches call ``_dropped``, which first draws. A block of ``BLOCK_SIZE`` elements needs only a
-# quarter as many counters, and ``tl.randint4x`` returns four blocks of numbers, ``r0`` to ``r3``.
+# Both branches call ``_dropped``, which first draws. A block of ``BLOCK_SIZE`` elements needs only
+# a quarter as many counters, and ``tl.randint4x`` returns four blocks of numbers, ``r0`` to ``r3``.
 # We want the four numbers of counter 0, then those of counter 1, and so on. ``tl.interleave(a, b)``
 # alternates between the elements of two blocks, and three calls bring the numbers into this order:
 
@@ -577,7 +575,7 @@ lab.read(
     )
     + " With `seven rounds` the same kernel reaches "
     f"{half['seven rounds']:.0f} % in float16 and {brain['seven rounds']:.0f} % in bfloat16. "
-    "Drawing the seed costs the operator little, as the bar of `Kernel Book` shows."
+    "Drawing the seed costs little, as `Kernel Book` shows."
     + (
         " We have not looked into why `torch.compile` makes `F.dropout` slower."
         if half["torch.compile"] < 0.9 * half["PyTorch"]
@@ -768,7 +766,7 @@ lab.table(rows, f"The mask as a coin, {n:,} tosses, run now")
 
 # %%
 # Philox's authors report that 7 rounds pass all of BigCrush, the hardest suite of the test library
-# TestU01, and recommend 10 for a margin (Salmon et al., 2011), as ``tl.rand`` runs. We run our own
+# TestU01, and recommend 10 for a margin (Salmon et al., 2011); ``tl.rand`` runs 10. We run our own
 # tests with each number of rounds, on :math:`2^{28}` tosses.
 
 

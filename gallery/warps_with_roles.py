@@ -94,8 +94,8 @@ lab.read(
 )
 
 # %%
-# The bars above are a ladder of four rungs, the first three without roles. All need a copy that
-# runs beside the matmuls, and a barrier at which warps wait for it.
+# The bars above are a ladder of four rungs, the first three without roles. In all of them the copy
+# engine loads the tiles, and warps wait for it at a barrier.
 #
 # A tile by the copy engine
 # -------------------------
@@ -127,7 +127,7 @@ def copy_kernel(x_desc, y_desc):
 #   tiles have (``block_shape``), and where the numbers of a tile lie in shared memory (``layout``).
 # - **Shared memory.** ``allocate_shared_memory`` reserves room for a tile and for a barrier.
 #   ``mbarrier.init`` sets how many arrivals the barrier counts, here one.
-# - **Load.** ``mbarrier.expect`` is this arrival, and announces how many bytes will come. Gluon
+# - **Load.** ``mbarrier.expect`` makes this arrival, and announces how many bytes will come. Gluon
 #   lets one thread of the program execute it, and likewise ``tma_load``, which asks for the tile
 #   and returns at once. ``mbarrier.wait`` holds the threads until the bytes have come; the next
 #   section explains its 0.
@@ -639,7 +639,7 @@ def loop_kernel(
 #
 # - **The loader**, one :term:`warp`, asks the copy engine for tiles.
 # - **A consumer**, a :term:`warpgroup` of four warps, issues matmuls and holds the sums. It takes
-#   four, because each of the SM's four tensor cores works with the registers of one of them.
+#   four, because each of the SM's four tensor cores works with the registers of one warp.
 #
 # The loader refills slots that it does not read, so it must be told when the consumers have read
 # them. Each slot therefore has a second barrier. At ``full`` the consumers wait until the copy
@@ -762,7 +762,7 @@ lab.sketch(
 # once, because every later tile comes during a matmul.
 #
 # **Which parity?** Tile ``i`` is use number ``i // SLOTS`` of its slot, and each use ends the phase
-# of this number: at ``full`` when the tile has come, and at ``empty`` when it has been read. The
+# with its number: at ``full`` when the tile has come, and at ``empty`` when it has been read. The
 # consumer waits for this use, so it asks ``full`` for its parity. The loader waits for the use
 # *before*, so it asks ``empty`` for the other parity, and in use 0 a new barrier lets it pass.
 
@@ -928,8 +928,8 @@ lab.together(
 #    :language: python
 #    :pyobject: matmul_kernel
 #
-# The first role in the list runs in the four warps of the launch. Every other role gets extra
-# warps: ``[1]`` says how many, and ``[24]`` how many registers each of their threads gets.
+# The first role runs in the four warps of the launch. Every other role gets extra warps:
+# ``[1]`` says how many, and ``[24]`` how many registers each of their threads gets.
 #
 # **The launch** writes the descriptors, and starts a program for each tile of ``c``:
 #
@@ -994,9 +994,9 @@ lab.together(
 # Rung 4: a loader and two consumers
 # ----------------------------------
 #
-# To be comparable, rung 4 has the tiles of rungs 1 to 3. It needs two consumers, because 128 × 256
-# sums would be 256 :term:`registers <register>` for each thread of one, and a thread has at most
-# 255. Two things are new:
+# To be comparable, rung 4 has the tiles of rungs 1 to 3. It needs two consumers, because each
+# thread of a single one would hold 256 sums, and a thread has at most 255
+# :term:`registers <register>`. Two things are new:
 #
 # - **Two consumers release a slot.** It is empty when both have read it, so its barrier counts two:
 #   ``mbarrier.init(empty.index(s), count=2)``. With a count of one, each tile would end two phases,
@@ -1030,7 +1030,7 @@ lab.together(
 # .. literalinclude:: warps_with_roles.py
 #    :language: python
 #    :pyobject: multiply_role
-#    :lines: 19-22
+#    :lines: 19-23
 #    :dedent:
 
 
@@ -1675,12 +1675,11 @@ own_matmul = part(RING, "waits for a matmul")
 in_roles = max(cycles.get(lane, nan) for lane in ROLES)
 least_step = max(ahead, in_roles) < 1.01 * step_cycles
 lab.read(
-    f"A step takes at least {step_cycles:,.0f} cycles, because the tensor cores need them for its "
-    "matmul. "
+    f"A step takes at least the {step_cycles:,.0f} cycles of its matmul. "
     + (
-        f"In rung 2 they are then idle for {bare - step_cycles:,.0f} more, because its warps issue "
-        "the next matmul only when they have waited for this one (blue), asked for tiles (orange) "
-        "and passed the barrier (grey). "
+        f"In rung 2 the tensor cores are then idle for {bare - step_cycles:,.0f} more, because the "
+        "warps issue the next matmul only after they have waited for this one (blue), asked for "
+        "tiles (orange) and passed the barrier (grey). "
         if abs(own_matmul / step_cycles - 1) < 0.02
         else f"Rung 2 takes {bare:,.0f}. "
     )
@@ -1720,24 +1719,20 @@ def measured(name, column, n=4096):
     return counted[n, name][column] if counted else nan
 
 
-in_whole = measured("ring", "cycles, thousands")
-in_cycles = in_whole / measured("one in flight", "cycles, thousands")
+in_loop = measured("one in flight", "cycles, thousands")
+in_cycles = measured("ring", "cycles, thousands") / in_loop
 faster = measured("ring", "clock, MHz") / measured("one in flight", "clock, MHz")
 rounds = rounds_of(4096) if climbed.rows else nan
-noted = rounds * (4096 // BLOCK_K) * bare / 1e3
+noted, noted_of_loop = (rounds * (4096 // BLOCK_K) * n / 1e3 for n in (bare, ahead))
+expected = (noted + in_loop - noted_of_loop) / in_loop  # starts and ends are the loop's
 lab.read(
-    f"**A caution.** A noted step of rung 2 is {slower:.2f} times as long as one of rung 3, but "
-    + (
-        f"its whole matmul takes only {in_cycles:.2f} times as many cycles. "
-        if counted
-        else f"its whole matmul takes only {longer:.2f} times as long. "
-    )
-    + (
-        "So either noting the clock lengthens its steps, or its other steps are shorter; this run "
-        "does not show which."
-        if noted > in_whole
-        else "Why, this run does not show."
-    )
+    "**A caution.** With every step as long as the noted ones, and starts and ends of programs as "
+    f"in rung 3, rung 2's whole matmul would take {expected:.2f} times the cycles of rung 3's, but "
+    f"it takes {in_cycles:.2f} times. So noting the clock lengthens its steps, or the others are "
+    "shorter; this run does not show which."
+    if expected > in_cycles + SCATTER
+    else f"**A caution.** A noted step of rung 2 is {slower:.2f} times as long as one of rung 3, "
+    f"but its whole matmul takes only {longer:.2f} times as long. Why, this run does not show."
 )
 
 # %%
@@ -1751,7 +1746,7 @@ peak_then = (
 )
 asks = {lane: part(lane, "asks for tiles") for lane in (LOOP, ROLES[0])}
 at_best = 2 * 4096**3 / flops_per_cycle / sm_count / 1e3  # thousand cycles
-busy = 100 * at_best / measured("one in flight", "cycles, thousands")
+busy = 100 * at_best / in_loop
 
 
 def passed_together():
@@ -1810,10 +1805,10 @@ lab.together(
             else ". "
         )
         + (
-            f"Its {rounds:.0f} rounds of programs, with {4096 // BLOCK_K} steps as long as the "
-            f"noted ones each, would alone take {noted:,.0f} thousand cycles, but the whole matmul "
-            f"takes {in_whole:,.0f}. "
-            if noted > in_whole
+            f"With steps as long as the noted ones, the {rounds:.0f} rounds of programs would take "
+            f"{noted:,.0f} thousand cycles in rung 2 and {noted_of_loop:,.0f} in rung 3; the rest "
+            "of rung 3's cycles we count as starts and ends. "
+            if expected > in_cycles + SCATTER
             else ""
         )
         + f"Over rung 3's whole matmul the tensor cores are busy for {busy:.0f} % of the cycles. "
@@ -1840,8 +1835,8 @@ lab.read(
     f"{share(LOOP, 'asks for tiles'):.0f} % of each step, and wait for {share(LOOP, *BOTH):.0f} %; "
     f"a consumer waits for {least_waits:.0f} % or more. So roles free the consumers' time, not the "
     "tensor cores'. This matmul has nothing to compute in that time, but attention has its "
-    "softmax: one consumer can compute it while the tensor cores multiply for the other. How much "
-    "of it fits, the next chapter measures."
+    "softmax: one consumer can compute it while the tensor cores multiply for the other. The next "
+    "chapter measures how much of it fits."
 )
 
 # %%
@@ -1902,8 +1897,8 @@ lab.together(
     lab.read(
         "Two consumers that start together may stay together: both multiply, and then both compute "
         "while the tensor cores are idle. With a named barrier each can wait for its turn and then "
-        "give it to the other, which is called ping-pong. Our ladder does without; whether it pays "
-        "in attention, the next chapter measures."
+        "give it to the other, which is called ping-pong. Our ladder does without; the next chapter "
+        "measures whether it pays in attention."
     ),
     lab.read(
         "In the figure two pauses stand for the work. Left alone, consumer 1 works during "
@@ -1922,11 +1917,11 @@ lab.together(
 # --------------
 #
 # The price of roles is two barriers per slot that must be exactly right. Each mistake below runs in
-# a process that is killed after two seconds, and its roles write into memory of the host how far
-# they are. The kernel has a loader, two slots, and a consumer that adds up six tiles. Tile ``i`` is
-# full of :math:`10^i`, so that each digit of the sum, from the right, counts how often a tile was
-# added: it should be 111111. In the loop of its consumer, ``pause`` stands for 5,000 ns of more
-# work:
+# a process that is killed if it hangs for two seconds, and its roles write into the host's memory
+# how far they are. The kernel has a loader, two slots, and a consumer that adds up six tiles. Tile
+# ``i`` is full of :math:`10^i`, so that each digit of the sum, from the right, counts how often a
+# tile was added: it should be 111111. In the consumer's loop, ``pause`` stands for 5,000 ns of
+# other work:
 #
 # .. code-block:: python
 #
@@ -2123,7 +2118,7 @@ lab.read(
     )
     + (
         "With parity 0 in line 1, the consumer adds tiles 0 and 1 and hangs at tile 2, because "
-        "that tile came during the pause, and the phase that it ended has parity 1."
+        "that tile, which came during the pause, ended a phase of parity 1."
         if at_consumer.get("always waits for parity 0") == "tile 2: waits for full[0]"
         else ""
     )
@@ -2159,7 +2154,7 @@ lab.read(
     "**Luck.** The sum is right in spite of "
     + (
         f"{listed(lucky)}, because here each tile came before it was read. So a right result does "
-        "not prove the waits."
+        "not prove the waits right."
         if lucky == ["does not wait for the tile"]
         else f"{listed(lucky)}."
     )
@@ -2171,8 +2166,8 @@ lab.read(
 # - **It hangs.** Let every role write how far it is, into memory that the host can read.
 # - **It is wrong, or right by luck.** Make each role slow in turn, with a pause, so that another is
 #   the first to come; here only the consumer was slow.
-# - **It breaks in a later round.** Test with more than twice as many tiles as slots, because the
-#   parity of the first round comes back only in the third.
+# - **It breaks in a later use of a slot.** Test with more than twice as many tiles as slots,
+#   because the parity of use 0 comes back only in use 2.
 #
 # In short
 # --------
@@ -2189,10 +2184,9 @@ reached = sorted(
     for n in SIZES
 )
 lab.read(
-    f"Our matmul reaches {reached[0].strip()} to {reached[-1].strip()} % of cuBLAS with roles and "
-    "without, because inside the loop one matmul in flight already keeps the tensor cores busy. "
-    "Roles can pay where a loop has something to compute between its matmuls, as in the next "
-    "chapter."
+    f"With one matmul in flight we reach {reached[0].strip()} to {reached[-1].strip()} % of "
+    "cuBLAS, with roles and without, because the loop already keeps the tensor cores busy. Roles "
+    "can pay where a loop has something to compute between its matmuls, as in the next chapter."
 )
 
 # %%
@@ -2200,7 +2194,7 @@ lab.read(
 # ---------
 #
 # **1. Does it hang?** A consumer releases the slot of tile ``i - 1`` after it has waited for tile
-# ``i``, as the consumers of our ladder do. For which numbers of slots does the ring work? Use the
+# ``i``, as the consumers of rung 4 do. For which numbers of slots does the ring work? Use the
 # model.
 
 # %%
@@ -2224,9 +2218,9 @@ lab.read(
 )
 
 # %%
-# **2. How deep must the ring be?** Measure the matmul with roles with two slots instead of three.
-# Why can it not have four with these tiles, if a program can have 227 KiB of shared memory? (It
-# also holds the tile of ``c`` until that is stored.)
+# **2. How deep must the ring be?** Measure rung 4 with two slots instead of three. Why can it not
+# have four, if a program can have 227 KiB of shared memory? (It also holds the tile of ``c`` until
+# that is stored.)
 
 # %%
 
@@ -2262,8 +2256,8 @@ lab.together(
         "KiB, more than a program can have."
     ),
     lab.read(
-        "The kernel with three slots is that of the ladder, timed without emptying the cache "
-        f"first, and the two timings are {100 * abs(again / at_size('roles', 8192) - 1):.1f} % "
+        "With three slots this is rung 4, timed without emptying the cache first, and the two "
+        f"timings are {100 * abs(again / at_size('roles', 8192) - 1):.1f} % "
         "apart."
     ),
 )

@@ -177,7 +177,9 @@ def plot(
             f"{names.get(r.provider, r.provider)} {factor * getattr(r, column):,.0f}"
             for r in last.itertuples()
         ]
-        at = f"at {in_words(rows[sweep.axis].max())} {sweep.axis}"
+        places = sorted(set(rows[sweep.axis]))
+        axis = {"seqlen": "tokens"}.get(sweep.axis, sweep.axis)
+        at = f"at {places[-1]:,} {axis}"
         with _canvas() as axes:
             for number, (provider, line) in enumerate(rows.groupby("provider", sort=False)):
                 x, y = line[sweep.axis], factor * line[column]
@@ -191,11 +193,13 @@ def plot(
             if log:
                 axes.set_xscale("log", base=2)
                 axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: in_words(value)))
+                if len(places) <= 5 and places[-1] <= 2**16:  # there is room for whole numbers
+                    axes.set_xticks(places, [f"{place:,}" for place in places])
             # room for the highest mark, also where all lines lie close together
             axes.set_ylim(0, max(axes.get_ylim()[1], 1.04 * axes.dataLim.y1))
-            axes.set(xlabel=sweep.axis, ylabel=unit)
+            axes.set(xlabel=axis, ylabel=unit)
             _name_lines(axes)
-        alt = f"Lines over {sweep.axis}, {unit}; {at}: {', '.join(found)}."
+        alt = f"Lines over {axis}, {unit}; {at}: {', '.join(found)}."
         return _finish(axes.figure, sweep, title, alt)
 
     if sweep.at(**where).empty:
