@@ -291,8 +291,8 @@ lab.sketch(
 )
 
 # %%
-# Take as the unit the time for all queries of one rank with all keys of another. Zig-zag takes half a
-# unit per step, :math:`W / 2` in all. Contiguous parts take half a unit for the first step and a
+# Take as the unit the time for all queries of one rank with all keys of another. Zig-zag takes half
+# a unit per step, :math:`W / 2` in all. Contiguous parts take half a unit for the first step and a
 # whole unit for each of the :math:`W - 1` others: :math:`W - 1/2` in all. **So by this count
 # zig-zag is 1.5 times as fast with two ranks, and nearly twice as fast with many.**
 #
@@ -511,9 +511,9 @@ lab.source(ring._exchange)
 # %%
 # **When to choose it.** The number of ranks must divide both the number of query heads and that of
 # key heads. If these are equal, in the forward pass a rank sends :math:`(W - 1) / W` of each of
-# four tensors, where in the ring it sends two tensors :math:`W - 1` times, which is
-# :math:`W / 2` times as many bytes. But nothing is computed meanwhile. So by this count all to all suits short parts on
-# many ranks, and the ring suits long parts, whose transfers hide.
+# four tensors, where in the ring it sends two tensors :math:`W - 1` times, which is :math:`W / 2`
+# times as many bytes. But nothing is computed meanwhile. So by this count all to all suits short
+# parts on many ranks, and the ring suits long parts, whose transfers hide.
 
 # %%
 # Is it right?
@@ -868,7 +868,7 @@ lab.read(
         f"All to all takes as long as zig-zag, within {numpy.ceil(exchanged):.0f} %, although in "
         "both passes together it sends half as many bytes; we did not look for the reason."
         if exchanged < 2 and WORLD == 2
-        else f"The time of all to all is within {numpy.ceil(exchanged):.0f} % of that of zig-zag."
+        else f"All to all takes as long as zig-zag, within {numpy.ceil(exchanged):.0f} %."
     )
 )
 
@@ -893,31 +893,34 @@ gained = [n for n in LENGTHS if n not in in_doubt and not gains[n] < 0]
 given_up = [n for n in LENGTHS if n not in in_doubt and gains[n] < 0]
 
 
-def points_at(lengths):
+def points_at(lengths, units):
     """The points gained or lost at some lengths, in words."""
     return " and ".join(
-        f"{abs(gains[n]):.0f}{' points' * (not at)} at {n:,}{' tokens' * (not at)}"
-        for at, n in enumerate(lengths)
+        f"{abs(gains[n]):.0f}{' points' * units} at {n:,}{' tokens' * units}"
+        for n, units in zip(lengths, (units, *[False] * len(lengths)), strict=False)
     )
 
 
 ours_took, zigzag_took = (rounds_of(name, first) for name in ("Kernel Book", "zig-zag"))
 changes = [
-    f"{verb} {points_at(lengths)}"
-    for verb, lengths in (("gains", gained), ("loses", given_up))
+    f"{verb} {points_at(lengths, units)}"
+    for verb, lengths, units in (
+        ("gains", gained, True),
+        ("loses", given_up, not gained),
+    )
     if lengths
 ]
 lab.read(
     (f"**Hiding the transfers {', but '.join(changes)}**" if changes else "")
     + (
-        f", where its rounds took {ours_took[0]:.1f} to {ours_took[1]:.1f} ms, and those of "
+        f", where its three rounds took {ours_took[0]:.1f} to {ours_took[1]:.1f} ms, and those of "
         f"zig-zag at most {zigzag_took[1]:.1f}. We did not look for the reason. "
         if given_up == [first]
         else ". " * bool(changes)
     )
     + (
-        f"At {' and '.join(f'{n:,}' for n in in_doubt)} tokens it changes less than the "
-        f"{between_sweeps:.1f} points by which two sweeps of our ring differ."
+        f"At {' and '.join(f'{n:,}' for n in in_doubt)} tokens it changes less than two "
+        f"sweeps of our ring differ, {between_sweeps:.1f} points."
         if in_doubt
         else ""
     )
@@ -1477,7 +1480,8 @@ begins = min(
 lab.read(
     "**Transfers 2 and 3 hide behind the backward pass.** Transfer 4 does not, because nothing is "
     "left to compute. Nor does most of transfer 1, because the first kernel begins "
-    f"{begins:.1f} ms after it, perhaps because the host launches the transfer first. "
+    f"{begins:.1f} ms after the transfer does. It need not wait, and perhaps is late because the "
+    "host launches the transfer first. "
     + (
         f"Of the {saved:.1f} ms that hiding saves, {moved:.1f} are those of transfers, and the "
         "rest those of gaps around them. "
@@ -1514,7 +1518,7 @@ lab.read(
 #    :class: kb-key
 #
 #    What counts are the tokens *per rank*, because the scores grow with the square of their number
-#    and the bytes only with the number itself. The head size and the number of ranks do not.
+#    and the bytes only with the number itself. Head size and number of ranks do not matter.
 #
 # In the backward pass, a step does 2.5 times the FLOPs. With more than two ranks it sends three
 # times the bytes, because the gradients travel with the keys, in 32 bits. So the factor 2 becomes
@@ -1620,7 +1624,7 @@ lab.read(
     "formula hides all transfers from "
     f"{round(hidden_from('backward', bandwidth), -2):,.0f} tokens per rank over {joined}, and from "
     f"{round(hidden_from('backward', NETWORK), -3):,.0f} over a network card**, "
-    f"which is {64 * hidden_from('backward', NETWORK) / 1e6:.1f} million in all on 64 GPUs."
+    f"or {64 * hidden_from('backward', NETWORK) / 1e6:.1f} million in all on 64 GPUs."
 )
 
 # %%
@@ -1778,11 +1782,10 @@ differ = {n: linear(WORLD, n, bandwidth) - percent("Kernel Book", n) for n in LE
 worst = max(differ, key=differ.get)
 lab.read(
     "**In this simulation 64 and 1,024 GPUs lie on one line,** because it knows no slow rank and "
-    f"no shared switch. It can be compared with {WORLD} ranks only, the dots: "
+    f"no shared switch. We can check it on {WORLD} ranks only, the dots: "
     + (
         f"there it promises {differ[worst]:.0f} points too much at {worst // WORLD:,} tokens per "
-        f"rank, and {differ[last]:.0f} at {last // WORLD:,}, so real rings probably need longer "
-        "parts than these:"
+        f"rank, {differ[last]:.0f} at {last // WORLD:,}, so real rings probably need longer parts:"
         if min(differ.values()) > 0
         else f"there it errs by up to {max(map(abs, differ.values())):.0f} points."
     )
@@ -2091,7 +2094,7 @@ lab.read(
     f"tokens, and {percent('Kernel Book', first):.0f} % at {first:,}"
     + (", where hiding the transfers does not pay" if first in given_up else "")
     + ". Over a network card a rank needs about "
-    f" {round(hidden_from('backward', NETWORK), -3):,.0f} tokens to hide its transfers, "
+    f"{round(hidden_from('backward', NETWORK), -3):,.0f} tokens to hide its transfers, "
     "so a ring suits long parts."
 )
 

@@ -1726,8 +1726,8 @@ rounds = rounds_of(4096) if climbed.rows else nan
 noted, noted_of_loop = (rounds * (4096 // BLOCK_K) * n / 1e3 for n in (bare, ahead))
 expected = (noted + in_loop - noted_of_loop) / in_loop  # starts and ends are the loop's
 lab.read(
-    "**A caution.** With every step as long as the noted ones, and starts and ends of programs as "
-    f"in rung 3, rung 2's whole matmul would take {expected:.2f} times the cycles of rung 3's, but "
+    "**A caution.** With every step as long as the noted ones, and starts and ends as in rung 3, "
+    f"rung 2's whole matmul would take {expected:.2f} times the cycles of rung 3's, but "
     f"it takes {in_cycles:.2f} times. So noting the clock lengthens its steps, or the others are "
     "shorter; this run does not show which."
     if expected > in_cycles + SCATTER
@@ -1897,8 +1897,8 @@ lab.together(
     lab.read(
         "Two consumers that start together may stay together: both multiply, and then both compute "
         "while the tensor cores are idle. With a named barrier each can wait for its turn and then "
-        "give it to the other, which is called ping-pong. Our ladder does without; the next chapter "
-        "measures whether it pays in attention."
+        "give it to the other, which is called ping-pong. Our ladder does without; the next "
+        "chapter measures whether it pays in attention."
     ),
     lab.read(
         "In the figure two pauses stand for the work. Left alone, consumer 1 works during "
