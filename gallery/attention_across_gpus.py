@@ -66,8 +66,8 @@ lab.read(
 
 # %%
 # So the GPUs share the sequence. A process with its GPU is a :term:`rank`, and the number of ranks
-# is the *world*, :math:`W`. A query must meet all keys, but it can meet them part by part, because
-# outputs over parts can be merged by their :term:`logsumexp`, as in
+# is the *world size*, :math:`W`. A query must meet all keys, but it can meet them part by part,
+# because outputs over parts can be merged by their :term:`logsumexp`, as in
 # :doc:`decoding </chapters/attention_in_models>`. Let
 # ``out`` and ``lse`` belong to the keys met so far, and ``part`` and ``lse_part`` to the next part
 # of the keys. Then
@@ -106,7 +106,7 @@ lab.listing(
 #
 # After as many steps as there are ranks, each query has met each key. This is *ring attention*, by
 # Liu and others. Here one process plays all ranks in turn, without a mask. ``travelling[rank]`` are
-# the keys and values that a rank has at the moment, and ``found[rank]`` is its output so far with
+# the keys and values that a rank now has, and ``found[rank]`` is its output so far with
 # its lse. ``reference.attention`` is the formula in PyTorch, which returns both:
 
 
@@ -137,7 +137,7 @@ whole, _ = reference.attention(q, k, v)
 torch.testing.assert_close(out.double(), whole, rtol=1e-5, atol=1e-6)
 lab.read(
     "Three ranks find the output of the whole sequence, to "
-    f"{(out - whole).abs().max().item():.0e} with sums in float32, so a ring computes attention."
+    f"{(out - whole).abs().max().item():.0e} with sums in float32."
 )
 
 # %%
@@ -464,7 +464,7 @@ lab.listing(
 #
 # A second way needs no ring, because attention computes each head on its own. It is known from
 # DeepSpeed Ulysses: one exchange turns all heads of some tokens into all tokens of some heads, on
-# which a rank computes ordinary attention, and a second exchange restores the first state.
+# which a rank computes ordinary attention, and a second exchange undoes the first.
 
 # %%
 
@@ -919,8 +919,8 @@ lab.read(
         else ". " * bool(changes)
     )
     + (
-        f"At {' and '.join(f'{n:,}' for n in in_doubt)} tokens it changes less than two "
-        f"sweeps of our ring differ, {between_sweeps:.1f} points."
+        f"At {' and '.join(f'{n:,}' for n in in_doubt)} tokens it changes less than the "
+        f"{between_sweeps:.1f} points by which two sweeps of our ring differ."
         if in_doubt
         else ""
     )
@@ -1055,9 +1055,9 @@ lab.read(
     + f"At {first:,} tokens the ring takes {ring_ms:.1f} ms, where linear scaling would take "
     f"{ideal_ms:.1f}. "
     + (
-        "Neither the kernels nor the host alone explain this, because launched one at a time the "
-        f"kernels take {by_kernels:.1f} ms, and the host needs {ring_cost:.1f} ms even for {SHORT} "
-        "tokens."
+        "Neither the kernels nor the host explains this alone, because the kernels, launched one "
+        f"at a time, take {by_kernels:.1f} ms, and the host {ring_cost:.1f} ms, the time of a "
+        f"call with {SHORT} tokens."
         if max(by_kernels, ring_cost) < 0.9 * ring_ms
         else "The kernels may cause the loss, because launched one at a time they take "
         f"{by_kernels:.1f} ms, or the host, which needs {ring_cost:.1f} ms even for {SHORT} "
@@ -1254,7 +1254,7 @@ def tensors(held, size):
 
 lab.read(
     f"**With {most} GPUs, what a layer keeps for the backward pass falls to "
-    f"{'half' if most == 2 else f'1/{most}'}, but its peak by only "
+    f"{'half' if most == 2 else f'1/{most}'}, but its peak memory by only "
     f"{100 * (1 - together / gib.get(1, nan)):.0f} %**, because parts and gradients on their way "
     "come on top. These exist in one layer at a time."
 )
@@ -1479,19 +1479,19 @@ begins = min(
 )
 lab.read(
     "**Transfers 2 and 3 hide behind the backward pass.** Transfer 4 does not, because nothing is "
-    "left to compute. Nor does most of transfer 1, because the first kernel begins "
-    f"{begins:.1f} ms after the transfer does. It need not wait, and perhaps is late because the "
-    "host launches the transfer first. "
+    "left to compute. Nor does most of transfer 1: the first kernel begins "
+    f"{begins:.1f} ms after the transfer does, perhaps because the host launches the transfer "
+    "first. "
     + (
         f"Of the {saved:.1f} ms that hiding saves, {moved:.1f} are those of transfers, and the "
         "rest those of gaps around them. "
         if moved <= saved
-        else f"Hiding moves {moved:.1f} ms of transfers beside the computation, which takes "
-        f"{slowed:.1f} ms longer then, so it saves {saved:.1f} ms. "
+        else f"Hiding moves {moved:.1f} ms of transfers beside the computation, which then "
+        f"takes {slowed:.1f} ms longer, so it saves {saved:.1f} ms. "
         if slowed > 0
         else f"Hiding saves {saved:.1f} ms. "
     )
-    + "The profiler slows the host, so the sweep above tells how much hiding saves."
+    + "The profiler slows the host, so without it hiding may save more or less."
     if schedule.rows or schedule.provenance is None
     else "The profiler saw no kernel on this machine."
 )
@@ -1500,11 +1500,11 @@ lab.read(
 # What the connection must carry
 # ------------------------------
 #
-# A long enough part hides its transfers, and we want to know its length. A transfer is hidden if it
-# takes no longer than the computation beside it. Let a rank hold :math:`n` tokens, with :math:`H`
-# heads of :math:`D` numbers for queries and :math:`H_k` heads for keys and values. It computes
-# :math:`S` FLOPs per second, and :math:`B` bytes per second reach the next rank. With zig-zag, a
-# step computes :math:`n^2 / 2` scores per head of :math:`4 D` FLOPs each, while keys and values of
+# How long must a part be to hide its transfers? A transfer is hidden if it takes no longer than the
+# computation beside it. Let a rank hold :math:`n` tokens, with :math:`H` heads of :math:`D` numbers
+# for queries and :math:`H_k` heads for keys and values. It computes :math:`S` FLOPs per second, and
+# :math:`B` bytes per second reach the next rank. With zig-zag, a step
+# computes :math:`n^2 / 2` scores per head of :math:`4 D` FLOPs each, while keys and values of
 # 16 bits travel:
 #
 # .. math::
@@ -1518,7 +1518,8 @@ lab.read(
 #    :class: kb-key
 #
 #    What counts are the tokens *per rank*, because the scores grow with the square of their number
-#    and the bytes only with the number itself. Head size and number of ranks do not matter.
+#    and the bytes only with the number itself. Head size does not matter, nor does the
+#    number of ranks beyond two.
 #
 # In the backward pass, a step does 2.5 times the FLOPs. With more than two ranks it sends three
 # times the bytes, because the gradients travel with the keys, in 32 bits. So the factor 2 becomes
@@ -1617,11 +1618,11 @@ lab.read(
         if links and per_link
         else "We measured "
     )
-    + f"{bandwidth / 1e9:.0f}{' GB/s' * (not (links and per_link))} with the largest tensor, of "
+    + f"{bandwidth / 1e9:.0f}{' GB/s' * (not (links and per_link))} with a tensor of "
     f"{MEBIBYTES[-1]} MiB. Between hosts, a network card "
     f"of 400 Gb/s carries {NETWORK / 1e9:.0f} GB/s at most. A backward step of {largest:,} tokens "
-    f"computes at {flops['backward'] / 1e12:.0f} TFLOP/s. **With more than two ranks, the "
-    "formula hides all transfers from "
+    f"computes at {flops['backward'] / 1e12:.0f} TFLOP/s. **By the formula, more than "
+    "two ranks hide all transfers but the last from "
     f"{round(hidden_from('backward', bandwidth), -2):,.0f} tokens per rank over {joined}, and from "
     f"{round(hidden_from('backward', NETWORK), -3):,.0f} over a network card**, "
     f"or {64 * hidden_from('backward', NETWORK) / 1e6:.1f} million in all on 64 GPUs."
@@ -1779,15 +1780,22 @@ lab.draw(steps, "The ring with more GPUs, by tokens per rank", in_words_of, curv
 # Reading
 GOOD = 80
 differ = {n: linear(WORLD, n, bandwidth) - percent("Kernel Book", n) for n in LENGTHS}
-worst = max(differ, key=differ.get)
+apart = ", ".join(
+    f"{points:+.0f}".replace("-", "\N{MINUS SIGN}") + f" at {n // WORLD:,}"
+    for n, points in differ.items()
+)
+promises = ", ".join(
+    f"{points:.0f}{' points too much' * (n == first)} at {n // WORLD:,}"
+    f"{' tokens per rank' * (n == first)}"
+    for n, points in differ.items()
+)
 lab.read(
     "**In this simulation 64 and 1,024 GPUs lie on one line,** because it knows no slow rank and "
     f"no shared switch. We can check it on {WORLD} ranks only, the dots: "
     + (
-        f"there it promises {differ[worst]:.0f} points too much at {worst // WORLD:,} tokens per "
-        f"rank, {differ[last]:.0f} at {last // WORLD:,}, so real rings probably need longer parts:"
+        f"there it promises {promises}, so real rings probably need longer parts:"
         if min(differ.values()) > 0
-        else f"there it errs by up to {max(map(abs, differ.values())):.0f} points."
+        else f"there it errs by {apart}, in points by tokens per rank."
     )
 )
 
@@ -1840,9 +1848,9 @@ flat = (
     else {nan}
 )
 lab.read(
-    "**Hidden transfers are not yet linear scaling.** Over "
-    f"{joined} the formula hides them from {round(hidden_from('backward', bandwidth), -2):,.0f} "
-    f"tokens per rank, but 8 GPUs keep {GOOD} % only from {about(reaches(8, bandwidth)):,.0f}, "
+    "**Hidden transfers are not yet linear scaling.** By the formula "
+    f"they hide from {round(hidden_from('backward', bandwidth), -2):,.0f} tokens per rank over "
+    f"{joined}, but 8 GPUs keep {GOOD} % only from {about(reaches(8, bandwidth)):,.0f}, "
     f"because shorter parts take longer per score, and those of up to {about(by_host):,.0f} tokens "
     "also wait for the host. Over a network card, transfers are the limit almost up to the dotted "
     "line."
@@ -1865,15 +1873,10 @@ for world, link in CLUSTERS.items():
                 "bound, backward": bounds[1],
             }
         )
-apart = ", ".join(
-    f"{points:+.0f}".replace("-", "\N{MINUS SIGN}") + f" at {n // WORLD:,}"
-    for n, points in differ.items()
-)
 lab.together(
     lab.table(rows if steps.rows else [], "The ring with more GPUs, simulated"),
     lab.read(
-        f"On {WORLD} ranks the simulation differs from the measured ring, in points by tokens per "
-        f"rank, by {apart}. Between the lengths that we timed we interpolate, and beyond "
+        "Between the lengths that we timed we interpolate, and beyond "
         f"{largest:,} tokens we extrapolate. All lines end near "
         f"{' or '.join(map(str, sorted(flat)))} %, because a forward step over another rank's keys "
         f"takes {100 * (slower - 1):.0f} % longer than as many scores of its own part. Eight GPUs "
@@ -1916,7 +1919,7 @@ lab.together(
 # So our ranks first agree on what they are about to compute, and wait no longer than their process
 # group allows.
 #
-# **A wrong layout.** A contiguous part passed as zig-zag has the right shape, so that no rank can
+# **A wrong layout.** A contiguous part passed as zig-zag has the right shape, so no rank can
 # see the mistake, and the result is wrong. ``passed_as`` cuts contiguous parts and calls
 # ``ring_attention`` with a ``layout``:
 

@@ -210,7 +210,9 @@ def two_lines(axes, rows):
     )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    axes.set_xticks([2**n for n in (10, 12, 14, 16)], ["1,024", "4,096", "16,384", "65,536"])
+    axes.set_xticks(
+        [2**n for n in (10, 12, 14, 16)], ["1,024", "4,096", "16,384", "65,536"]
+    )
     sizes = {2**4: "16 MiB", 2**8: "256 MiB", 2**12: "4 GiB", 2**16: "64 GiB"}
     axes.set_yticks(list(sizes), list(sizes.values()))
     axes.set(xlabel="length")
@@ -241,7 +243,9 @@ lab.read(
 # A query needs all keys and all values, but not all at the same time, because a softmax can be
 # computed block by block, as :doc:`/chapters/softmax` shows. So we keep a :term:`tile` of queries
 # on the chip, in :term:`registers <register>` and :term:`shared memory`, and loop over keys and
-# values one tile at a time.
+# values one tile at a time. The first FlashAttention looped the other way round: with a tile of
+# keys held instead, every iteration reads and writes the unfinished output of its queries in
+# memory.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -550,7 +554,8 @@ def _update(acc, l_i, m_i, qk, v):
 #   :term:`matrix unit` takes both operands in one format.
 # - **input_precision.** By default, ``tl.dot`` rounds float32 operands to :term:`TF32`, by up to a
 #   thousandth, which is as coarse as float16. ``"ieee"`` does not, but keeps float32 off the matrix
-#   units; operands of 16 bits use them either way.
+#   units; operands of 16 bits use them either way. ``"tf32x3"``, in the next chapter, splits each
+#   number in two, and so keeps float32 on them and most of its digits.
 #
 # A tile has ``BLOCK_M`` queries or ``BLOCK_N`` keys. A launch starts a :term:`grid` of programs,
 # one for each tile of queries along axis 0 and for each head along axis 1. Each begins with the

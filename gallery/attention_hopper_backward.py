@@ -12,9 +12,9 @@ You will learn
 - why the additions get a :term:`warp` of their own;
 - how much of the promised speed one sweep delivers, and where the cycles of a step go.
 
-In the bars, “two sweeps” is plain Triton, and “full” is without a mask. “One sweep with roles” and
-“Kernel Book” are the first and the last step of this chapter, in :term:`Gluon`, for Hopper GPUs
-(H100, H200). Read :doc:`/chapters/warps_with_roles` first, for rings and barriers.
+In the bars, “two sweeps” is plain Triton. “One sweep with roles” and “Kernel Book” are the first
+and the last step of this chapter, in :term:`Gluon`, for Hopper GPUs (H100, H200). Read
+:doc:`/chapters/warps_with_roles` first, for rings and barriers.
 """
 
 # sphinx_gallery_thumbnail_number = 6
@@ -285,7 +285,7 @@ lab.together(
 # So the launch ends. No manual promises the assumption. On a GPU that started programs in another
 # order, a launch could hang, but never give other bits, because no program adds before its turn. A
 # program that draws its number from an atomic counter would not need the assumption. The package
-# needs it, and every launch that a section below counts has ended.
+# needs it, and every launch counted below has ended.
 #
 # **The direction matters.** If ids *descend* with the keys, and a head has more tiles than there
 # are SMs, the programs that run wait for one that cannot start. The simulation of the next section
@@ -794,8 +794,8 @@ lab.sketch(
 # what threads store, but here the engine adds. So ``announce`` waits, in four instructions of PTX,
 # until the engine has *completed* the additions, and then writes the counter.
 #
-# The sums are float32, and without the scale. Behind the sweep, and inside its time in all bars, a
-# small kernel multiplies them by the scale and writes :math:`dQ` in 16 bits.
+# The sums are float32, and without the scale. After the sweep a small kernel multiplies them by the
+# scale and writes :math:`dQ` in 16 bits; all bars include its time.
 #
 # .. dropdown:: The four instructions, and those of the reader
 #
@@ -1520,7 +1520,7 @@ lab.together(
 # additions, and each *rung* adds one change to the rung above. The two sweeps of
 # :doc:`/chapters/attention_backward`, and one sweep in plain Triton, which has other tiles and
 # operands, stand apart. All are credited with five matmuls, even two sweeps, so a longer bar is a
-# shorter time. Behind a bar stands its gain over the rung above; ±0 is less than 2 %.
+# shorter time. Beside a bar stands its gain over the rung above; ±0 is less than 2 %.
 
 # Measuring
 SCATTER = 0.02  # of one kernel that the page times twice: the section on speed has it
@@ -1839,12 +1839,12 @@ longer = in_order_of_size[4] / at_least - 1
 on_the_rung = (
     "On the rung “a fixed order” all tiles of a head run at once, as in the middle panel of the "
     "simulation, because the 4 · 32 tiles of four heads fit on the 132 SMs. Under a causal mask "
-    "“heads apart” mixes 16 heads, as in the lowest panel, about as many as the rungs without an "
-    "order. "
+    "“heads apart” runs tiles of 16 heads at once, as in the lowest panel, and the rungs without "
+    "an order of about as many. "
 )
 lab.read(
     "**The order costs time only under a causal mask, and “heads apart” wins it back,** as the "
-    "simulation foretold, although with a larger loss. "
+    "simulation foretold, although it foretold a larger loss. "
     + on_the_rung
     + "So here the same bits cost nothing in the end: “heads apart” is as fast as “an adder”, "
     "which has no order. In full attention the order makes no difference, although the adder waits "
@@ -2251,10 +2251,10 @@ lab.read(
     "**With the part of dQ, shared memory needs longer than the matmuls.** Five matmuls are "
     "5 · 2 · 64 · 128 · 128 operations, for which the units of an SM, at 4,096 per cycle, need "
     f"{ideal:,.0f} cycles. Shared memory, at 128 bytes per cycle, needs {without_sum:,.0f} without "
-    f"the part, and {bound:,.0f} if the part is written and read. A kernel of nothing but the five "
-    f"matmuls takes {cycles('all five'):,.0f} cycles for each step, and {needed:,.0f} if it also "
-    "stores as many bytes as a step moves besides. A step of “a fixed order” takes "
-    f"{whole_measured:,.0f}."
+    f"the part, and {bound:,.0f} if the part is written and read. Measured, a kernel of nothing "
+    f"but the five matmuls takes {cycles('all five'):,.0f} cycles per step, and {needed:,.0f} if "
+    "it also stores as many bytes as a step moves besides what its matmuls read. A step of “a "
+    f"fixed order” takes {whole_measured:,.0f}."
 )
 
 # %%
@@ -2323,8 +2323,8 @@ lab.together(
 
 # %%
 # **Where the other cycles go.** On the rung “a fixed order”, consumers and adder note the cycle
-# counter of their SM (a *stamp*). A box holds the waits of its number and the work beside them, and
-# wait 8 is the gap behind box 7. The first row is counted, not stamped: after wait 3 of both
+# counter of their SM (a *stamp*). A box holds the waits of its number and the work around them, and
+# wait 8 is the gap after box 7. The first row is counted, not stamped: after wait 3 of both
 # consumers only dP is under way, and after wait 6 only dK, each for 512 cycles. Then the matmul
 # units pause until a consumer issues the next matmul.
 
@@ -2506,7 +2506,6 @@ lab.read(
 
 # Reading
 handed_over = in_order["hands over"] if in_order else nan
-to_store = BESIDE[1] / 2 * KIB / 128
 adders = rows_of(traced.rows, "adder")
 free = [  # whether the part of the step before is out of the buffer when both come to wait 7
     before["added"] <= min(one["matmuls"] for one in both)
@@ -2520,8 +2519,7 @@ lost = 100 * (1 - any_order["a step"] / in_order["a step"]) if BUDGET else nan
 more_left = bool(BUDGET) and left_of(*BUDGET["no order"]) > left
 lab.read(
     f"**From wait 6, handing the part over takes {handed_over:,.0f} cycles,** but dK, the only "
-    f"matmul under way, keeps the units busy for {UNDER_WAY:.0f} of them. Storing the part keeps "
-    f"shared memory busy for {to_store:.0f}. "
+    f"matmul under way, keeps the units busy for {UNDER_WAY:.0f} of them. "
     + (
         "Wait 7 is not long in the program drawn, because the adder had always finished the part "
         "before when the consumers came to it. "
@@ -2531,13 +2529,19 @@ lab.read(
         if any(late)
         else ""
     )
+)
+
+# %%
+
+# Reading
+lab.read(
+    "**Without an order the second pause is shorter,**"
+    + (" more is left," if more_left else "")
+    + f" and a step takes {lost:.0f} % fewer cycles"
     + (
-        "Without an order the second pause is shorter"
-        + (", more is left," if more_left else "")
-        + f" and a step takes {lost:.0f} % fewer cycles, but the ladder shows no gain of speed; "
-        "why, we do not know."
+        ", but the ladder shows no gain of speed; why, we do not know."
         if verdict(gain("a fixed order", "full", "an adder")) == NO_DIFFERENCE
-        else ""
+        else "."
     )
 )
 
@@ -3076,8 +3080,8 @@ lab.together(
 # **The same bits** come from taking turns, and all waits end if programs start in the order of
 # their ids.
 #
-# **The order is nearly free** in this kernel, in which a warp of its own waits, if under a causal
-# mask neighbouring programs belong to different heads.
+# **The order is nearly free** in this kernel, where a warp of its own waits, provided that under a
+# causal mask neighbouring programs belong to different heads.
 
 # %%
 

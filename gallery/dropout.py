@@ -49,10 +49,10 @@ def simple_dropout(x, p):
 
 
 # %%
-# Both tensors lie in the GPU's main memory, :term:`HBM`, so every implementation must read ``x``
-# once and write ``y`` once: 4 bytes per element in 16 bits. The function above moves 14, because
-# each of its four operations is a :term:`kernel` of its own, which reads from memory and writes
-# back.
+# Input ``x`` and output ``y`` lie in the GPU's main memory, :term:`HBM`, so every
+# implementation must read ``x`` once and write ``y`` once: 4 bytes per element in 16 bits. The
+# function above moves 14, because each of its four operations is a :term:`kernel` of its own, which
+# reads from memory and writes back.
 #
 # .. dropdown:: How the 14 bytes are counted
 #
@@ -115,9 +115,9 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    If the counter is the element's own index, any thread can compute the random number of any
-#    element at any time. The backward pass computes the same numbers again, so there is nothing to
-#    store.
+#    If the counter follows from the element's index, any thread can compute the random number of
+#    any element. The backward pass computes the same numbers again, so there is nothing
+#    to store.
 #
 # .. image:: /figures/dropout-philox.svg
 #    :alt: Eight elements in two groups of four. The seed and the counter i // 4 enter one call of
@@ -196,7 +196,7 @@ lab.read(
 #
 # A word that shows no difference, such as :math:`c_3` after two rounds, has just been computed from
 # words in which the change had not yet arrived. After four rounds half of the bits differ, which is
-# necessary and not sufficient (“Is it random enough?”).
+# necessary but not sufficient (“Is it random enough?”).
 #
 # .. dropdown:: Why two counters never give the same numbers
 #
@@ -337,9 +337,9 @@ lab.read(
 lab.source(masked_dropout_kernel)
 
 # %%
-# Each program finds its elements from its number within the :term:`launch`, and ``inside`` masks
-# those past the end. The number becomes an ``int64``, because large tensors need offsets of more
-# than 32 bits.
+# Each program finds its elements from its number within the :term:`launch`, and ``inside``, the
+# bounds mask, excludes those past the end. The number becomes an ``int64``, because large tensors
+# need offsets of more than 32 bits.
 #
 # .. dropdown:: How a kernel is launched, and how the book's operators do it
 #
@@ -368,13 +368,13 @@ lab.read(
     f"`stored mask` reaches {stored:.0f} %. Its mask is a fifth byte beside four, and these bytes "
     f"would allow {100 * 4 / 5:.0f} %."
     + (
-        " It does a little better: three of the five bytes are read, and memory can be read "
-        "faster than copied (first chapter)."
+        " The kernel does a little better: three of the five bytes are read, and memory can be "
+        "read faster than copied (first chapter)."
         if stored > 80.5
         else ""
     )
     + " PyTorch's own kernel, which also draws the numbers and writes the mask, reaches "
-    f"{half['PyTorch']:.0f} %. So a stored mask costs time even where drawing it is free."
+    f"{half['PyTorch']:.0f} %. So a stored mask costs time even when drawing it is not counted."
 )
 
 # %%
@@ -382,8 +382,8 @@ lab.read(
 # -------------------
 #
 # Is drawing a number faster than loading a mask? In place of the mask's load, the second kernel has
-# ``keep = tl.rand(seed, offsets, N_ROUNDS) >= p``, which draws a number for each element, as
-# Triton's own tutorial does.
+# ``keep = tl.rand(seed, offsets, N_ROUNDS) >= p``, which draws a number for each element in ten
+# rounds, as Triton's tutorial does.
 
 # Folded: The kernel with one number per call whole
 lab.source(rand_dropout_kernel)
@@ -393,7 +393,7 @@ lab.source(rand_dropout_kernel)
 # Reading
 lab.read(
     "It moves only the bytes of a copy, and yet reaches "
-    f"{half['one a call']:.0f} %. Arithmetic is now the limit, because with one round of Philox in "
+    f"{half['one a call']:.0f} %. Arithmetic must now be the limit, because with one round in "
     "place of ten the same kernel is about as fast as a copy (section “The cost of Philox”). "
     "For every element `tl.rand` calls Philox, gets four numbers, and discards three."
 )
@@ -412,14 +412,14 @@ lab.source(seeded_dropout_kernel, "place")
 
 # %%
 # Then it loads ``x``, drops elements, and stores the rest. Only the last block can extend past the
-# end, so it alone has a mask, in a branch of its own:
+# end, so it alone has a bounds mask, in a branch of its own:
 
 lab.source(seeded_dropout_kernel, "load, drop, store")
 
 # %%
-# A mask could slow the other blocks down. Under a mask, a thread loads 16 bytes at once only if the
-# compiler can prove that their elements are inside or outside together, and all that it knows about
-# ``n_elements`` is whether 16 divides it.
+# A bounds mask could slow the other blocks down, because under it a thread loads 16 bytes at once
+# only if the compiler can prove that their elements are inside or outside together, and all that it
+# knows about ``n_elements`` is whether 16 divides it.
 
 # Measuring
 import triton  # after kernelbook, which decides how kernels run
@@ -506,9 +506,9 @@ masked = {(row["elements"], row["masked"]): row for row in masking.rows}
     for row in [masked.get(("2²⁸ - 3", which), {})]
 )
 lab.read(
-    "With three elements fewer than 2²⁸, in bfloat16, a mask on every block leaves loads of "
-    f"{narrow} bytes and {odd_every:.0f} % of the speed of a copy. With a mask on the last block "
-    f"alone the loads have {wide} bytes, and the kernel reaches {odd_last:.0f} %."
+    "With three elements fewer than 2²⁸, in bfloat16, a bounds mask on every block leaves loads "
+    f"of {narrow} bytes and {odd_every:.0f} % of the speed of a copy. With one on the last block "
+    f"alone, loads have {wide} bytes, and the kernel reaches {odd_last:.0f} %."
 )
 
 # %%
@@ -568,7 +568,7 @@ lab.ladder(
 lab.read(
     (
         "With ten rounds, `four a call` is only about as fast as `stored mask`: the seed saves "
-        "memory and no time."
+        "memory but no time."
         if abs(half["four a call"] - half["stored mask"]) < 4
         else f"`four a call` reaches {half['four a call']:.0f} %, and `stored mask` "
         f"{half['stored mask']:.0f} %."
@@ -587,7 +587,7 @@ lab.read(
 # The cost of Philox
 # ------------------
 #
-# Why are three rounds fewer worth so much? As long as memory is the limit, a further round costs
+# Why are three fewer rounds worth so much? As long as memory is the limit, a further round costs
 # next to nothing, because some :term:`warps <warp>` compute while others wait for their bytes.
 # Where arithmetic takes longer than the bytes, every round adds time, and a curve leaves the line
 # of the copy.
@@ -638,8 +638,8 @@ slower = [
 ]
 lab.read(
     (
-        "With four numbers per call, nearly all arithmetic of seven rounds hides behind the bytes: "
-        f"seven rounds take only {max(longer, 0):.1f} % longer than four rounds. "
+        "With four numbers per call, nearly all the arithmetic of seven rounds hides behind the "
+        f"bytes: seven rounds take only {max(longer, 0):.1f} % longer than four. "
         if longer < 5
         else f"Seven rounds reach {100 * cost.share('four a call', rounds=7):.0f} % of a copy. "
     )
@@ -649,7 +649,7 @@ lab.read(
         else "From 10 to 28 rounds, each further round costs "
     )
     + f"{slope['one a call'] / slope['four a call']:.1f} times as much time with one number per "
-    "call as with four, because four elements then share a call."
+    "call as with four, because a call then serves four elements."
 )
 
 # %%
@@ -659,7 +659,7 @@ lab.read(
     "So the longer the bytes take, the more rounds are free. In float32, with twice as many bytes "
     f"for the same arithmetic, even ten rounds reach {ten:.0f} %"
     + (
-        f", and so they do in float16 on {slower[0]}, which has slower memory."
+        f", as they do in float16 on {slower[0]}, which has slower memory."
         if slower
         else "."
     )
@@ -704,12 +704,11 @@ lab.facts(
 # Is it random enough?
 # --------------------
 #
-# Three rounds fewer are worth having only if the coin stays fair. With fewer rounds the mask may
-# keep too many elements, or too many of those that use the same one of the four numbers. Or a toss
-# may tell something about a later one, or about the same element under a neighbouring seed. We turn
-# each suspicion into a score :math:`z`, the number of standard deviations from what
-# a fair coin gives on average. For a fair coin, :math:`|z|` exceeds 5 less than once in a million
-# tests.
+# Three fewer rounds are worth having only if the coin stays fair. With fewer rounds the mask may
+# keep too many elements, or too many of those that use, say, ``r2``. Or a toss may tell something
+# about a later one, or about the same element under a neighbouring seed. We turn each suspicion
+# into a score :math:`z`, the number of standard deviations from what a fair coin gives on average.
+# For a fair coin, :math:`|z|` exceeds 5 less than once in a million tests.
 #
 # .. dropdown:: How a score is computed
 #
@@ -803,7 +802,7 @@ def masks(*panels):
 
 
 lab.sketch(
-    "96 rows of 96 tosses each",
+    "96 rows of 96 tosses each: blue is kept",
     "Four squares of dots, one for each element that is kept. With one round nearly all are alike, "
     "with two they form a woven pattern, with three a striped one, and with four no pattern is "
     "seen.",
@@ -1011,7 +1010,7 @@ lab.table(rows, "Do both runs use the same mask?")
 # ------------
 #
 # The truth is computed in float64, with a Philox in plain PyTorch that shares no code with the
-# kernel. Our error may be at most twice PyTorch's, or one unit in the last place (:term:`ulp`).
+# kernel. Our error may be at most twice PyTorch's, or one :term:`ulp` if that is more.
 
 
 def cases():
@@ -1079,7 +1078,7 @@ lab.read(
 # Small inputs
 # ------------
 #
-# Is the seed as good for small inputs? There neither bytes nor arithmetic set the time, because a
+# Is the seed as good for small inputs? There neither bytes nor arithmetic sets the time, because a
 # kernel and the two events that time it take some microseconds however little the kernel does.
 
 sizes = lab.bench(
@@ -1225,7 +1224,7 @@ lab.read(in_another_run.strip()) if in_another_run else None
 # What breaks it
 # --------------
 #
-# Each of three mistakes is found by a number.
+# A number reveals each of these mistakes.
 #
 # **The program's number is forgotten.** If the counter starts at zero in every program, every block
 # gets the same mask. We imitate the mistake by repeating one block.
@@ -1269,9 +1268,9 @@ lab.read(
 )
 
 # %%
-# **The offset has 32 bits.** A program's number times the block size, in int32, is negative past
-# element :math:`2^{31}`, and the mask ``offsets < n`` lets it pass. On a GPU the kernel then
-# crashes at best, and at worst overwrites the memory of another tensor.
+# **The offset has 32 bits.** A program's number times the block size, in int32, is negative from
+# element :math:`2^{31}` on, and the bounds mask lets it pass. On a GPU the kernel then crashes at
+# best, and at worst overwrites the memory of another tensor.
 
 program = torch.tensor(2**31 // block, dtype=torch.int32)
 starts = {"int32": program * block, "int64": program.long() * block}
