@@ -336,7 +336,7 @@ class Bars(SphinxDirective):
 LIMITS = {
     "copy": "a copy",
     "matmul": "a matmul by cuBLAS in bfloat16",
-    "ideal": "one GPU, times the GPUs",
+    "ideal": "linear scaling",
 }
 PYTORCH = ("PyTorch", "x @ w", "SDPA flash", "SDPA cuDNN")
 COMPILED = ("torch.compile",)

@@ -145,7 +145,7 @@ def sketch(title: str, alt: str, how: Callable, panels: int = 1, height: float =
 def percent_of(sweep: Sweep) -> str:
     """Return what an axis says that has percentages of a sweep's limit."""
     if sweep.limit == "ideal":  # which is a speed itself
-        return "% of ideal"
+        return "% of linear scaling"
     return f"% of the speed of a {sweep.limit}"
 
 
