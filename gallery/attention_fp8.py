@@ -693,11 +693,10 @@ lab.together(
 # The remedy is *promotion*: the matrix unit sums one tile of 128 keys only, and the kernel adds
 # these sums in ordinary float32.
 #
-# In the figure larger bits are further left, as in a written number, and every term is between 1
-# and 2. In the line “4,096” on the left, the sum has grown to :math:`2^{12}` and keeps bits down to
-# :math:`2^{-1}` (grey). The next term is a product of two e4m3 numbers, each with a leading bit and
-# 3 bits of mantissa. So it has bits from :math:`2^0` to :math:`2^{-6}`, of which only the first two
-# reach the sum. On the right no sum grows beyond 128 terms, :math:`2^7`, so all seven bits fit.
+# In the figure larger bits are further left, as in a written number. A term, the product of two
+# e4m3 numbers, has seven bits. In the line “4,096” on the left only two of them reach the sum,
+# because the bits that it keeps (grey) have moved up as it grew. On the right no sum has more than
+# 128 terms, so all seven bits fit.
 
 
 # Drawing
@@ -1004,9 +1003,13 @@ by_groups = max(
     for at_once in (16, 64)
 )
 lab.read(
-    f"From {KEYS[1]:,} keys on, the model with {PLACES} places is within "
-    f"{math.ceil(100 * max(apart[PLACES]))} % of the measured error, while one place more or less "
-    f"misses it by more than {math.floor(100 * of_others)} %."
+    f"The model with {PLACES} places lies on the measured line, within "
+    f"{math.ceil(100 * max(apart[PLACES]))} % from {KEYS[1]:,} keys on. With one place more or "
+    "less it lies clearly beside it."
+    if max(apart[PLACES]) < 0.05 < 0.15 < of_others
+    else f"From {KEYS[1]:,} keys on, the model with {PLACES} places is within "
+    f"{100 * max(apart[PLACES]):.0f} % of the measured error, and with one place more or less it "
+    f"misses the error by {100 * of_others:.0f} % or more."
 )
 
 # %%
@@ -1032,7 +1035,17 @@ lab.read(
 
 # Folded: Both tests and the figure in numbers, and the time of attention with promotion
 lab.together(
+    lab.read(
+        "In the figure of the bits every term is between 1 and 2. It is the product of two numbers "
+        "of e4m3, each with a leading bit and 3 bits of mantissa, so it has bits from 2⁰ to 2⁻⁶. A "
+        "sum of 4,096 such terms has grown to 2¹² and keeps bits down to 2⁻¹. A sum of 128 has "
+        "grown to 2⁷ and keeps bits down to 2⁻⁶."
+    ),
     kept,
+    lab.read(
+        f"From {KEYS[1]:,} keys on, the model with one place more or less than {PLACES} misses the "
+        f"measured error by more than {100 * of_others // 1:.0f} %."
+    ),
     sums,
     lab.table(
         [
@@ -1158,10 +1171,9 @@ out = attention(q_8, k_8, v_8)
 # ------------
 #
 # A kernel that is meant to round cannot be compared with the truth alone, because even a right one
-# differs from it. The *truth* is attention in float64 of the *stored* values, so the rounding of q,
-# k and v does not count here. A second calculation in float64, the *yardstick*, rounds the weights
-# and the output as the kernel does, and we allow the kernel twice its error. Here an error is the
-# largest difference within 64 queries of one head, as a share of their largest true value.
+# differs from it. So we compute attention of the *stored* values twice in float64. The *truth*
+# rounds nothing, and the *yardstick* rounds weights and output as the kernel does. The kernel may
+# have at most twice the yardstick's error. Here an error is the largest difference from the truth.
 
 
 # Measuring
@@ -1300,9 +1312,8 @@ spoilt = plain(*prepare(*with_nan)[0]).isnan()[0].any(-1).any(-1)
 assert spoilt.tolist() == [False, True, False]
 lab.read(
     f"**All {len(of_output)} checks of the output pass {where_checked}.** The one nearest to its "
-    f"limit ({worst_kind['8 bits']}) has an error of {worst_kind['error']}, where the yardstick's "
-    f"is {worst_kind['yardstick']} and {worst_kind['allowed']} is allowed. The check can also "
-    "fail: it refuses zeros and two swapped heads."
+    f"limit has an error of {worst_kind['error']}, where {worst_kind['allowed']} is allowed. The "
+    "check can also fail: it refuses zeros and two swapped heads."
 )
 
 # %%
@@ -1311,6 +1322,11 @@ lab.read(
 lab.together(
     nearest,
     all_checks,
+    lab.read(
+        "An error is the largest difference within 64 queries of one head, as a share of their "
+        "largest true value. Because the truth starts from the stored values, the rounding of q, k "
+        "and v does not count."
+    ),
     lab.read(
         "The kernel may err twice as much as the yardstick, because it computes scores in fewer "
         "bits, so that a weight about halfway between two numbers of e4m3 may go to the other one. "
@@ -1331,10 +1347,9 @@ lab.together(
 # How large is the error?
 # -----------------------
 #
-# The check left out the rounding of q, k and v. Now the truth is attention of the *original*
-# values, and the error is again the root mean square, as under *Scales*, of the worst of 32 heads
-# of 4,096 keys. In data with *outliers*, as in the paper on FlashAttention-3, one number in a
-# thousand is about ten times as large as the rest.
+# The check left out the rounding of q, k and v, so we now compare with attention of the *original*
+# values. The error is again the root mean square, as under *Scales*. In data with *outliers* one
+# number in a thousand is about ten times as large as the rest.
 
 
 # Measuring
@@ -1453,9 +1468,8 @@ lab.read(
 )
 
 # %%
-# **Which operand makes the error?** On a smaller sample we round one thing at a time, in float64.
-# The squares of independent errors add, so the figure shows squares, in units in which all
-# roundings at once (black line) make 100 on normal data.
+# **Which operand makes the error?** On a smaller sample we round one thing at a time. The figure
+# shows squared errors, because the squares of independent errors add.
 
 
 # Measuring
@@ -1556,23 +1570,20 @@ larger = {
 assert 0.9 < larger["V"] < 1.1
 assert larger["the weights"] < 0.25
 lab.read(
-    f"The parts add up to the black line within {math.ceil(100 * gap)} %. **With outliers the "
-    f"error from q and k is {larger['q and k']:.1f} times as large** "
-    f"({larger['q and k'] ** 2:.1f} times squared), that from V stays, and that from the weights "
-    "nearly vanishes."
+    f"**With outliers the error from q and k is {larger['q and k']:.1f} times as large** "
+    f"(squared, as in the figure, {larger['q and k'] ** 2:.1f} times). That from V stays, and that "
+    "from the weights nearly vanishes. The parts nearly add up to all roundings at once (black "
+    "line)."
 )
 
 # %%
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    A relative error in V becomes about the same relative error of the output. A relative error in
-#    q or k shifts each score by an amount that grows with the score, and the exponential turns a
-#    shift of the score into a factor of the weight. So the error from q and k grows with the
-#    scores.
-#
-# If scores of about 20 are off by 2 %, their weights are off by half, because :math:`e^{0.4}` is
-# about 1.5.
+#    A relative error in V becomes about the same relative error of the output. The error from q
+#    and k grows with the scores, because the exponential turns a shift of a score into a factor of
+#    its weight: if a score of 20 is off by 2 %, its weight is off by half, as :math:`e^{0.4}` is
+#    about 1.5.
 
 
 # Measuring
@@ -1623,6 +1634,12 @@ lab.read(
 
 # Folded: The errors in numbers, larger scores, and why the error was smaller with promotion
 lab.together(
+    lab.read(
+        "The first figure shows the worst of 32 heads of 4,096 keys. Its outliers are those of the "
+        "paper on FlashAttention-3. The parts are computed in float64, and add up to the black "
+        f"line within {math.ceil(100 * gap)} %. A relative error in q or k shifts each score by an "
+        "amount that grows with the score."
+    ),
     whole_error,
     lab.table(
         [
@@ -1811,18 +1828,23 @@ def at_its_best(sweep):
     rows = sweep.at(provider="all in FP8")
     best = rows.loc[rows["rate"].idxmax()]
     gpu = sweep.provenance["gpu"].split()[1]
-    mask = "causal" if best["mask"] == "causal" else "no mask"
-    older = ", an older kernel" if sweep.mark else ""
-    return f"{best['rate']:,.0f} on the {gpu} ({mask}{older})"
+    mask = "a causal mask" if best["mask"] == "causal" else "no mask"
+    older = ", measured with an older version of the kernel" if sweep.mark else ""
+    return f"{best['rate']:,.0f}", gpu, f"with {mask}{older}"
 
 
 beside_theirs = [s for s in speed.elsewhere if "H100" in s.provenance["gpu"]]
+our_best = [at_its_best(s) for s in beside_theirs[:1] or [speed] if s.provenance]
 lab.read(
     f"**At length 16,384 eight bits are {of_fp8 / of_default:.2f} times as fast as our fastest "
-    f"kernel in 16**, and {of_fp8 / of_cudnn:.2f} times as fast as cuDNN's. We timed no other "
-    "library in 8 bits. The paper on FlashAttention-3 reports close to 1,200 TFLOP/s for its "
-    "FP8 kernel at its best, on an H100. At its best ours reaches "
-    + " and ".join(at_its_best(s) for s in beside_theirs[:1] or [speed] if s.provenance)
+    "kernel in 16.** We timed no other library in 8 bits, but the paper on FlashAttention-3 "
+    "reports close to 1,200 TFLOP/s for its kernel at its best, on an H100"
+    + "".join(
+        f", where ours reaches {best}"
+        if gpu == "H100"
+        else f"; ours reaches {best} on the {gpu}"
+        for best, gpu, _ in our_best
+    )
     + "."
 )
 
@@ -1847,7 +1869,7 @@ lab.read(
         else f"{of_v / of_default:.2f} times as fast as our fastest in 16. "
     )
     + "**A kernel with roles** (next chapter) is slower in 8 bits than the one above in "
-    f"{lost} of {len(ratios)} cases (length, mask, head_dim). We did not measure why."
+    f"{lost} of {len(ratios)} cases. We did not measure why."
 )
 
 # %%
@@ -1884,6 +1906,14 @@ lab.together(
         rows,
         "Speed of 8 bits over 16 bits for Hopper, by length; at 16,384 also over plain Triton, and "
         "TFLOP/s",
+    ),
+    lab.read(
+        f"In the figure 8 bits are {of_fp8 / of_cudnn:.2f} times as fast as cuDNN at length "
+        "16,384."
+        + "".join(
+            f" Our best of all measured points, {best} TFLOP/s on the {gpu}, is {how}."
+            for best, gpu, how in our_best
+        )
     ),
     lab.read(
         f"With V alone in 8 bits, attention is {of_v / of_plain:.2f} times as fast as the same "
@@ -2081,12 +2111,10 @@ lab.together(
 # Why it is not twice as fast
 # ---------------------------
 #
-# Every score also needs an exponential, a maximum, a sum, a scaling and a conversion, by other
-# units, which gain nothing from 8 bits. In a cycle an :term:`SM` does 4,096 operations of a matmul
-# with 16 bits and 8,192 with 8 bits, but 16 exponentials with either. The figure counts the cycles
-# of a tile of 64 queries and 128 keys, with head_dim 128. All but the matmuls are counted in the
-# machine code of our 8-bit kernel with roles. We assume that every kernel has these instructions,
-# and that they never overlap one another.
+# Every score also needs an exponential, a maximum, a sum, a scaling and a conversion. Other units
+# of an :term:`SM` compute them, and gain nothing from 8 bits. The figure counts the cycles of one
+# tile with head_dim 128. All but the matmuls are counted in the machine code of one of our kernels
+# in 8 bits. We assume that every kernel has these instructions and never overlaps one with another.
 
 
 # Measuring
@@ -2212,11 +2240,10 @@ def gain_if(combine):
 
 in_turns, side_by_side = gain_if(lambda x, y: x + y), gain_if(max)
 lab.read(
-    f"**In 8 bits both matmuls take {MATMULS['8 bits']:,.0f} cycles instead of "
-    f"{MATMULS['16 bits']:,.0f}, and everything else still takes {all_else:,.0f}**, "
-    f"{exponentials:,.0f} of them for exponentials. If the units took turns, 8 bits would be "
-    f"{in_turns:.2f} times as fast. If they always worked side by side, the gain would be "
-    f"{side_by_side:.2f}, because in 8 bits the matrix unit would wait for the others."
+    "**In 8 bits the matmuls take half as many cycles, and everything else takes as many as "
+    f"before.** If the units took turns, 8 bits would be {in_turns:.2f} times as fast. If they "
+    f"always worked side by side, the gain would be only {side_by_side:.2f}, because the matrix "
+    "unit would wait for the others."
     if side_by_side < 1.2
     else f"By this count 8 bits gain {in_turns:.2f} if the units take turns, and "
     f"{side_by_side:.2f} if they work side by side."
@@ -2237,15 +2264,9 @@ shorter = gains_of[64][0] < gains_of[128][0]
 lab.read(
     f"**Measured, the kernel above is {gains_of[128][0]:.2f} times as fast as its code in 16 bits**"
     + (
-        ", more than either count, so at least one assumption is wrong. We did not measure which. "
+        ", more than either count, so at least one assumption is wrong. We did not measure which."
         if gains_of[128][0] > max(in_turns, side_by_side)
-        else ". "
-    )
-    + "With head_dim 64, where the matmuls take half as many cycles and the exponentials as many, "
-    + (
-        "the gain is smaller, as the count predicts."
-        if shorter
-        else f"the gain is {gains_of[64][0]:.2f}."
+        else "."
     )
 )
 
@@ -2287,6 +2308,14 @@ lab.together(
         if work.rows and megahertz == megahertz
         else [],
         "Share of the matrix unit's speed, and gain from 16 to 8 bits",
+    ),
+    lab.read(
+        "In a cycle an SM does 4,096 operations of a matmul with 16 bits and 8,192 with 8 bits, "
+        "but 16 exponentials with either. The instructions are those of the kernel with roles. "
+        "With head_dim 64, where the matmuls take half as many cycles and the exponentials as "
+        "many, the measured gain is "
+        + ("smaller, as the count predicts: " if shorter else "")
+        + f"{gains_of[64][0]:.2f} instead of {gains_of[128][0]:.2f}."
     ),
     lab.read(
         f"Of the cycles for exponentials, {of_weights} are for the weights and "
@@ -2451,10 +2480,10 @@ lab.table(
 
 # Reading
 lab.read(
-    "We keep 16,384 tokens at every length (4 texts of 4,096, or 1 of 16,384). So quantising "
-    "always costs the same, while what FP8 saves grows with the length. We predict that FP8 pays "
-    f"from 4,096 · {cost:.3f} / {saved:.3f}, or about {round(begin, -2):,.0f} keys on, and from "
-    f"{round(2 * begin, -2):,.0f} with a causal mask, which halves the saving."
+    "Every length has the same number of tokens in all, so quantising always costs the same, while "
+    "what FP8 saves grows with the length. From these times we predict that FP8 pays from about "
+    f"{round(begin, -2):,.0f} keys on, and from {round(2 * begin, -2):,.0f} with a causal mask, "
+    "which halves the saving."
     if not saved <= 0
     else "At length 4,096 FP8 saves no time of attention that could pay for this."
 )
@@ -2619,7 +2648,7 @@ lab.read(
     (
         "**FP8 with `quantize` pays from about "
         f"{round(crossings['full'], -2):,.0f} keys on without a mask, and from "
-        f"{round(crossings['causal'], -2):,.0f} with a causal one**, where the lines cross 1"
+        f"{round(crossings['causal'], -2):,.0f} with a causal one**"
         + (", sooner than predicted. " if earlier else ". ")
         if crossed
         else f"**FP8 with `quantize` begins to pay {in_words('full')} keys without a mask, and "
@@ -2638,6 +2667,15 @@ lab.read(
 # Folded: What quantising adds, and what avoids the cost
 of_copy = [rounding.share("Kernel Book", contiguous=x) for x in ("head_dim", "seqlen")]
 lab.together(
+    lab.read(
+        "All lengths have 16,384 tokens in all: 4 texts of 4,096, or 1 of 16,384. "
+        + (
+            f"The prediction without a mask is 4,096 · {cost:.3f} / {saved:.3f} keys. "
+            if saved > 0
+            else ""
+        )
+        + "The measured lengths are those at which the lines cross 1, read between two points."
+    ),
     lab.read(
         f"`quantize` runs at {100 * min(of_copy):.0f} to {100 * max(of_copy):.0f} % of the speed "
         f"of the copy. It adds {min(added.values()):.2f} to {max(added.values()):.2f} ms, the "
@@ -2824,9 +2862,8 @@ lab.read(
     f"Eight bits are {of_fp8 / of_default:.2f} times as fast as our fastest kernel in 16, and "
     "not twice, because only the matmuls gain"
     + (
-        f". With quantising they pay from about "
-        f"{round(crossings['full'], -2):,.0f} keys on, or {round(crossings['causal'], -2):,.0f} "
-        "with a causal mask."
+        ". With quantising they pay only for long inputs, from about "
+        f"{round(crossings['full'], -2):,.0f} keys on without a mask."
         if crossed
         else "."
     )

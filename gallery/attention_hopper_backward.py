@@ -1452,20 +1452,20 @@ of_free = [
 if not again.rows:
     steps.rate("an adder", mask="full")  # says why numbers are missing
 launched = again.rows[0]["launches"] if again.rows else nan
+in_fixed = [row["launches"] for row in again.rows if row["order"] == "fixed"]
 ended = soaked.rows[0] if soaked.rows else {}
 said = right.plain.split("\n")[0].partition(": ")[2].split(";")[0].rstrip(".")
 lab.read(
-    f"**In a fixed order no bit differed.** One input was launched {launched:,.0f} times with a "
-    "mask and as often without, beside other work, so that programs started at different times. In "
-    "a fixed order each launch gave the bits of the first. Without an order "
+    f"**In a fixed order no bit differed** in {sum(in_fixed) if in_fixed else nan:,.0f} launches "
+    "of one input, with and without a mask, beside other work. Without an order "
     + (
         "`dq` differed in every launch"
         if set(of_free) == {launched}
         else f"`dq` differed in {of_free[0]:,.0f} launches without a mask and in "
         f"{of_free[1]:,.0f} with a causal one"
     )
-    + ", while `dk` and `dv` never did, because only one program adds to them. "
-    f"{ended.get('finished', nan):,.0f} launches of random shapes in a fixed order all ended."
+    + ", while `dk` and `dv` never did, because only one program adds to them. In a fixed order "
+    f"{ended.get('finished', nan):,.0f} launches of random shapes all ended."
 )
 
 # %%
@@ -1505,6 +1505,8 @@ lab.together(
     again,
     soaked,
     lab.read(
+        "One input was launched again and again, and every launch compared with the first. The "
+        "other work made programs start at different times. "
         "Every tenth launch of the random shapes was compared with plain Triton, and agreed. "
         "NVIDIA's compute-sanitizer found no access out of bounds in these kernels, but its search "
         "for races cannot judge warps with roles: it missed a race of two roles that we had "
@@ -1517,10 +1519,10 @@ lab.together(
 # -------------------------
 #
 # The *ladder* begins at “one sweep with roles”, in which the consumers themselves ask for the
-# additions, and each *rung* adds one change to the rung above. The two sweeps of
-# :doc:`/chapters/attention_backward`, and one sweep in plain Triton, which has other tiles and
-# operands, stand apart. All are credited with five matmuls, even two sweeps, so a longer bar is a
-# shorter time. Beside a bar stands its gain over the rung above; ±0 is less than 2 %.
+# additions, and each *rung* adds one change to the rung above. The kernels of
+# :doc:`/chapters/attention_backward` stand apart. All are credited with five matmuls, even two
+# sweeps, so a longer bar is a shorter time. Beside a bar stands its gain over the rung above; ±0 is
+# less than 2 %.
 
 # Measuring
 SCATTER = 0.02  # of one kernel that the page times twice: the section on speed has it
@@ -1817,10 +1819,7 @@ most = all(
 lab.read(
     "**“Half the columns” "
     + ("gains most" if most else told("half the columns"))
-    + ":** each step makes one part and not two, so half as many bytes are added. “Overlap” issues "
-    "the matmuls ahead, as the code above does. The last rung takes any length, and stores the "
-    "part of the first program of a head, so that the sums need no zeros. Only an order allows "
-    "this; the two changes were not timed apart."
+    + ":** each step makes one part and not two, so half as many bytes are added."
 )
 
 # %%
@@ -1843,15 +1842,12 @@ on_the_rung = (
     "an order of about as many. "
 )
 lab.read(
-    "**The order costs time only under a causal mask, and “heads apart” wins it back,** as the "
-    "simulation foretold, although it foretold a larger loss. "
-    + on_the_rung
-    + "So here the same bits cost nothing in the end: “heads apart” is as fast as “an adder”, "
-    "which has no order. In full attention the order makes no difference, although the adder waits "
-    f"for its turn {of_waits('adder waits, %', 1, 'full'):.0f} % of the time, on average."
+    "**The order costs time only under a causal mask, and “heads apart” wins it back,** because it "
+    "runs tiles of many heads at once, as in the lowest panel of the simulation. So here the same "
+    "bits cost nothing in the end: “heads apart” is as fast as “an adder”, which has no order."
     if as_simulated and min(cost) >= -SCATTER
-    else on_the_rung
-    + f"In full attention the order {verdict(gain('a fixed order', 'full', 'an adder'))}; under a "
+    else "In full attention the order "
+    f"{verdict(gain('a fixed order', 'full', 'an adder'))}; under a "
     f"causal mask it {verdict(gain('a fixed order', 'causal', 'an adder'))}, and “heads apart” "
     f"{verdict(gain('heads apart', 'causal', 'a fixed order'))}."
 )
@@ -1941,6 +1937,13 @@ lab.together(
         "TFLOP/s of the package's kernel, causal, by how many times as many heads alternate",
     ),
     lab.read(
+        "**Which heads run together.** "
+        + on_the_rung
+        + "In full attention the adder waits for its turn "
+        f"{of_waits('adder waits, %', 1, 'full'):.0f} % of the time, on average, and there the "
+        f"order {verdict(gain('a fixed order', 'full', 'an adder'))}."
+    ),
+    lab.read(
         "**The simulation** of this run has its 64 heads, of which 4 alternate, and 132 SMs. It "
         "knows no adder: a simulated program does nothing while it waits. "
         + (
@@ -1950,6 +1953,12 @@ lab.together(
             if as_simulated
             else ""
         )
+    ),
+    lab.read(
+        "**The last rung** takes any length, and stores the part of the first program of a head, "
+        "so that the sums need no zeros. Only an order allows this; the two changes were not timed "
+        "apart. Plain Triton's single sweep is no rung, because it also has other tiles and "
+        "operands than the first."
     ),
     lab.read(
         f"**More heads.** At 16,384, ×\u00a04 {of_heads(4, 16384)} against ×\u00a01, and ×\u00a08 "
@@ -1980,10 +1989,9 @@ faster, when_causal = (
 )
 lab.read(
     f"**In full attention one sweep is {faster:.2f} times as fast as two, and under a causal mask "
-    f"{when_causal:.2f} times.** So in full attention each of its matmuls takes 1.4 / {faster:.2f} "
-    f"= {7 / 5 / faster:.2f} times as long as one of two sweeps. The suspect is the shared sum, "
-    "because two sweeps keep every gradient in registers; but the two also differ in language and "
-    "roles, so we look into the sweep."
+    f"{when_causal:.2f} times.** The suspect is the shared sum, because two sweeps keep every "
+    "gradient in registers. But the two also differ in language and roles, and nothing here times "
+    "the sum alone. So we look into the sweep."
 )
 
 # %%
@@ -2244,17 +2252,10 @@ ideal, bound = counted(whole_step)  # cycles of the matmul units, and of shared 
 without_sum = moved_kib["without the sum"] * KIB / 128
 assert without_sum < ideal < bound
 needed = cycles(whole_step)
-whole_measured = next(
-    (row["a step"] for row in of_all.rows if row["rung"] == "a fixed order"), nan
-)
 lab.read(
-    "**With the part of dQ, shared memory needs longer than the matmuls.** Five matmuls are "
-    "5 · 2 · 64 · 128 · 128 operations, for which the units of an SM, at 4,096 per cycle, need "
-    f"{ideal:,.0f} cycles. Shared memory, at 128 bytes per cycle, needs {without_sum:,.0f} without "
-    f"the part, and {bound:,.0f} if the part is written and read. Measured, a kernel of nothing "
-    f"but the five matmuls takes {cycles('all five'):,.0f} cycles per step, and {needed:,.0f} if "
-    "it also stores as many bytes as a step moves besides what its matmuls read. A step of “a "
-    f"fixed order” takes {whole_measured:,.0f}."
+    "**With the part of dQ, shared memory needs longer than the matmuls.** By a count of what a "
+    f"step moves and computes, shared memory needs {bound:,.0f} cycles for a step, and the matmul "
+    f"units need {ideal:,.0f}. Without the part, shared memory would need less than they do."
 )
 
 # %%
@@ -2310,23 +2311,32 @@ lab.draw(
 )
 lab.together(
     lab.read(
-        "**The count.** The matmuls of each consumer read eight operands of 64 × 128 numbers from "
-        "shared memory: two each for S, dP and the part, and one each for dV and dK."
+        f"**What is missing.** One sweep is {faster:.2f} times as fast as two in full attention, "
+        f"and not 1.4 times, so each of its matmuls takes 1.4 / {faster:.2f} = "
+        f"{7 / 5 / faster:.2f} times as long as one of two sweeps."
+    ),
+    lab.read(
+        "**The count.** Five matmuls are 5 · 2 · 64 · 128 · 128 operations, and the matmul units "
+        "of an SM do 4,096 per cycle. Shared memory moves 128 bytes per cycle. The matmuls of each "
+        "consumer read eight operands of 64 × 128 numbers from it: two each for S, dP and the "
+        "part, and one each for dV and dK."
     ),
     moved_table,
     lab.read(
         f"**The test.** The count is right to {off:.0f} % for a kernel of nothing but the five "
-        "matmuls, and for one that also stores as many bytes as a step moves besides its operands."
+        f"matmuls, which takes {cycles('all five'):,.0f} cycles per step, and for one that also "
+        "stores as many bytes as a step moves besides its operands, which takes "
+        f"{needed:,.0f}."
     ),
     by_part,
 )
 
 # %%
-# **Where the other cycles go.** On the rung “a fixed order”, consumers and adder note the cycle
-# counter of their SM (a *stamp*). A box holds the waits of its number and the work around them, and
-# wait 8 is the gap after box 7. The first row is counted, not stamped: after wait 3 of both
-# consumers only dP is under way, and after wait 6 only dK, each for 512 cycles. Then the matmul
-# units pause until a consumer issues the next matmul.
+# **Where the other cycles go.** A step takes longer than either count. So, on the rung “a fixed
+# order”, consumers and adder note the cycle counter of their SM (a *stamp*). A box holds the waits
+# of its number and the work around them, and wait 8 is the gap after box 7. The first row is
+# counted, not stamped: when the only matmul under way has had its cycles, the matmul units pause
+# until a consumer issues the next.
 
 
 # Drawing
@@ -2497,9 +2507,9 @@ lab.table(budget_rows() if BUDGET else [], "Where the cycles of a step go")
 left = left_of(*BUDGET["a fixed order"]) if in_order else nan
 lab.read(
     "**Twice in each step the matmul units pause:** until dS is made, and until the part is handed "
-    f"over. In what is left, {left:,.0f} cycles in a fixed order, the matmuls take longer than "
-    f"counted. With matmuls and stores alone {needed - ideal:,.0f} were left, so the load on "
-    "shared memory may account for most of them."
+    "over. In what is left the matmuls take longer than counted. The load on shared memory may "
+    "account for most of it, because in a kernel of nothing but matmuls and stores "
+    f"{needed - ideal:,.0f} cycles are left as well."
 )
 
 # %%
@@ -2516,28 +2526,17 @@ late = [  # whether it was still there when the second of both came
     for before, both in zip(adders, in_step(traced.rows)[1:], strict=False)
 ]
 lost = 100 * (1 - any_order["a step"] / in_order["a step"]) if BUDGET else nan
-more_left = bool(BUDGET) and left_of(*BUDGET["no order"]) > left
 lab.read(
     f"**From wait 6, handing the part over takes {handed_over:,.0f} cycles,** but dK, the only "
-    f"matmul under way, keeps the units busy for {UNDER_WAY:.0f} of them. "
-    + (
-        "Wait 7 is not long in the program drawn, because the adder had always finished the part "
-        "before when the consumers came to it. "
-        if free and all(free)
-        else f"In {sum(late)} of {len(late)} steps of the program drawn, the adder had not "
-        "finished the part before when the consumers came to wait 7. "
-        if any(late)
-        else ""
-    )
+    f"matmul under way, keeps the units busy for {UNDER_WAY:.0f} of them."
 )
 
 # %%
 
 # Reading
 lab.read(
-    "**Without an order the second pause is shorter,**"
-    + (" more is left," if more_left else "")
-    + f" and a step takes {lost:.0f} % fewer cycles"
+    "**Without an order the second pause is shorter,** and a step takes "
+    f"{lost:.0f} % fewer cycles"
     + (
         ", but the ladder shows no gain of speed; why, we do not know."
         if verdict(gain("a fixed order", "full", "an adder")) == NO_DIFFERENCE
@@ -2576,6 +2575,19 @@ lab.together(
         "all tiles",
     ),
     of_all,
+    lab.read(
+        "**The first row of the figure.** After wait 3 of both consumers only dP is under way, and "
+        f"after wait 6 only dK, each for {UNDER_WAY:.0f} cycles. "
+        + (
+            "Wait 7 is not long in the program drawn, because the adder had always finished the "
+            "part before when the consumers came to it."
+            if free and all(free)
+            else f"In {sum(late)} of {len(late)} steps of the program drawn, the adder had not "
+            "finished the part before when the consumers came to wait 7."
+            if any(late)
+            else ""
+        )
+    ),
     lab.read(
         "In the figure “adds” begins with two barriers at which the part is ready; to check them, "
         f"and to stamp, takes {spent(traced.rows, 'its turn', 'has parts', 'adder'):,.0f} cycles. "
@@ -2669,8 +2681,8 @@ lines = with_fewer_lines(speed)
 
 
 # Measuring
-def shares_at(head_dim):
-    rows = [row for row in at_points if row["head_dim"] == head_dim]
+def shares_at(*head_dims):
+    rows = [row for row in at_points if row["head_dim"] in head_dims]
     found = [100 * row["by default"] / row["its speed"] for row in rows]
     return f"{min(found):.0f} to {max(found):.0f} %"
 
@@ -2800,14 +2812,12 @@ lab.read(
         if of_two_sweeps
         else ""
     )
-    + ". The dashed line, 100 %, is the fastest library of each row: "
-    + ", ".join(
-        f"{by_mode.get(name, name)} in {fastest_is.count(name)}"
-        for name in sorted(set(fastest_is), key=fastest_is.count, reverse=True)
+    + ". The dashed line is the fastest library of each row"
+    + (
+        ", always FlashAttention, in one of its two modes."
+        if set(fastest_is) <= {"FlashAttention", *by_mode}
+        else "."
     )
-    + f" of {len(at_points)} rows"
-    + ("" if "SDPA cuDNN" in fastest_is else "; cuDNN is never the fastest")
-    + "."
     if speed.rows
     else f"{nan}"
 )
@@ -2895,13 +2905,10 @@ lab.draw(
 # %%
 
 # Reading
-level = len(at_points) - len(over_theirs) - len(below_theirs)
 lab.read(
     f"**A library is faster at {everywhere} {len(at_points)} points:** Kernel Book has "
-    f"{shares_at(128)} of its speed at head_dim 128, and {shares_at(64)} at head_dim 64. Against "
-    f"FlashAttention's deterministic mode it is ahead at {len(over_theirs)} points"
-    + (f" ({named(over_theirs)})" if named(over_theirs) else "")
-    + f", level within {100 * SCATTER:.0f} % at {level}, and behind at {len(below_theirs)}."
+    f"{shares_at(128, 64)} of its speed. Against FlashAttention's deterministic mode, which also "
+    f"keeps an order, it is behind at {len(below_theirs)} points and ahead at {len(over_theirs)}."
     if speed.rows
     else f"{nan}"
 )
@@ -2910,11 +2917,11 @@ lab.read(
 
 # Reading
 lab.read(
-    f"**One sweep in order beats two sweeps** at {verdicts[0]['faster']} of {len(at_points)} "
-    f"points, is level at {verdicts[0]['no difference']}, and loses at {verdicts[0]['slower']}"
+    f"**One sweep in order beats two sweeps** at {verdicts[0]['faster']} points, and loses at "
+    f"{verdicts[0]['slower']}"
     + (f" ({named(slower)})" if named(slower) else "")
-    + f". Without the order the sweep is faster at {verdicts[1]['faster']} of the "
-    f"{len(at_points)} points and slower at {verdicts[1]['slower']}."
+    + f". Giving the order up gains at {verdicts[1]['faster']} and loses at "
+    f"{verdicts[1]['slower']}."
     if speed.rows
     else f"{nan}"
 )
@@ -2990,6 +2997,19 @@ lab.together(
         f"without an order is slower by up to {-100 * min(without):.0f} %. Only a fixed order "
         "knows which part comes first and can store it; without an order the sums have to be set "
         "to zero before."
+        if speed.rows
+        else f"{nan}"
+    ),
+    lab.read(
+        "**The fastest library** of a row is "
+        + ", ".join(
+            f"{by_mode.get(name, name)} in {fastest_is.count(name)}"
+            for name in sorted(set(fastest_is), key=fastest_is.count, reverse=True)
+        )
+        + f" of {len(at_points)} rows"
+        + ("" if "SDPA cuDNN" in fastest_is else "; cuDNN is never the fastest")
+        + f". Kernel Book has {shares_at(128)} of its speed at head_dim 128, and {shares_at(64)} "
+        "at head_dim 64."
         if speed.rows
         else f"{nan}"
     ),

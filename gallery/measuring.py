@@ -746,19 +746,24 @@ lab.read(
     )
     + f"{times[slowest_first][0] / 1e3:.1f} seconds, about {round(ratio_of_first, -4):,.0f} times "
     "the tenth call. (We had Triton compile anew; usually it finds compiled kernels on disk.) The "
-    "kernels of cuBLAS come compiled; its first call is slow presumably because it sets the "
-    "library up."
-    + (
-        " Each second call is still slower than the tenth."
-        if all(found[1] > 1.1 * found[-1] for found in times.values())
-        else ""
-    )
+    "kernels of cuBLAS come compiled, so its first call presumably sets the library up."
 )
 
 # %%
-# So warm up with several calls of the same shapes, dtypes and options, because a change of any can
-# cause another compilation, or the choice of another kernel.
-#
+
+# Reading
+lab.read(
+    "So warm up with several calls"
+    + (
+        ", because the second is still slower than the tenth,"
+        if all(found[1] > 1.1 * found[-1] for found in times.values())
+        else ""
+    )
+    + " and with the same shapes, dtypes and options, because a change of any can cause another "
+    "compilation, or the choice of another kernel."
+)
+
+# %%
 # Cold and warm
 # -------------
 #
@@ -948,35 +953,17 @@ def found_by(loop):
     return [cell(suites, loop, size) for size in sizes[:2]]
 
 
-flushed, graphed, by_book, by_events, by_timer = map(
+flushed, by_book, by_events, by_timer = map(
     found_by,
-    (
-        "do_bench",
-        "do_bench_cudagraph",
-        "this book's",
-        "events around a loop",
-        "torch.utils.benchmark",
-    ),
+    ("do_bench", "this book's", "events around a loop", "torch.utils.benchmark"),
 )
 by_the_host = by_events + by_timer
 spans = numpy.ceil(100 * (max(all_large) / min(all_large) - 1))
 lab.read(
     f"On the large input all agree within {spans:.0f} %. On the others, the first two loops show "
-    f"{min(by_the_host):.0f} to {max(by_the_host):.0f} µs for kernels of {by_book[0]:.0f} and "
-    f"{by_book[1]:.0f}, because they run at the pace of the host"
-    + (
-        ", which is quicker in a long series than for the single calls above"
-        if max(by_the_host) < small["clock"]
-        else ""
-    )
-    + ". `do_bench` has no pause, but its flush keeps the GPU busy while the host queues the kernel"
-    + (
-        f", too briefly here: all but {by_book[0]:.0f} of its {flushed[0]:.0f} µs are the host's."
-        if flushed[0] > 1.2 * by_book[0]
-        else ", long enough for this launch."
-    )
-    + " `do_bench_cudagraph` shows the least, because its input is in the cache and no event "
-    "stands between two runs."
+    f"{min(by_the_host):.0f} to {max(by_the_host):.0f} µs for both, because they "
+    "run at the pace of the host. `do_bench_cudagraph` shows the least, because it has neither a "
+    "flush nor an event between two runs."
 )
 
 # %%
@@ -988,8 +975,8 @@ agree = any(  # is do_bench right for one of the inputs?
 )
 lab.read(
     (
-        "So Triton's `do_bench` will do where a launch takes less time than its flush (with "
-        "`return_mode='median'`, because it returns the mean by default). If your call keeps the "
+        "So Triton's `do_bench`, with `return_mode='median'`, will do where a launch takes less "
+        "time than its flush, because the host queues the kernel meanwhile. If your call keeps the "
         "host longer, use `gpu_time`. "
         if agree
         else "So take `gpu_time`, because `do_bench` was off for each of these inputs. "
@@ -997,8 +984,32 @@ lab.read(
         else f"{nan} "
     )
     + "`do_bench_cudagraph` suits a kernel that will be replayed in a graph, and "
-    "`torch.utils.benchmark` the pace of many calls in a row, host and all. Write beside each "
-    "number which loop found it."
+    "`torch.utils.benchmark` the pace of many calls in a row, host and all."
+)
+
+# %%
+
+# Folded: The loops in numbers, and how do_bench keeps the host out
+lab.together(
+    lab.read(
+        "`do_bench` has no pause, but its flush keeps the GPU busy while the host queues the kernel"
+        + (
+            f", too briefly here: all but {by_book[0]:.0f} of its {flushed[0]:.0f} µs are the "
+            "host's."
+            if flushed[0] > 1.2 * by_book[0]
+            else ", long enough for this launch."
+        )
+        + " It returns the mean unless it is called with `return_mode='median'`, as here."
+        + (
+            " In the long series of the first two loops the host is quicker than in the single "
+            "calls above."
+            if max(by_the_host) < small["clock"]
+            else ""
+        )
+        + " Each loop was run three times, in an order drawn anew; the table shows the median, and "
+        "how far the three were apart."
+    ),
+    suites,
 )
 
 # %%
@@ -1006,9 +1017,9 @@ lab.read(
 # ----------------
 #
 # The same kernel can be slower at the end of a long job, because a GPU lowers its clocks when it
-# would otherwise exceed its *power limit*. In each of four turns, we let the GPU rest for 0.4
-# seconds and time a batch of ten runs, then keep it busy for as long and time another. Guess which
-# suffers most: a matmul of random numbers or of zeros, or a copy of random numbers or of ones?
+# would otherwise exceed its *power limit*. We time four kernels after a rest, and again on a GPU
+# that we kept busy. Guess which suffers most: a matmul of random numbers or of zeros, or a copy of
+# random numbers or of ones?
 
 
 # Measuring
@@ -1205,23 +1216,20 @@ def clock_falls(name):
 
 reason = works[names[0]].get("reason", "not readable")
 by_clock = 100 * (from_mhz[names[0]] / to_mhz[names[0]] - 1)
-clock_fell = 100 * (1 - to_mhz[names[0]] / from_mhz[names[0]])
+falls = clock_falls(names[0])
 lab.read(
     f"On a busy GPU the matmul of random numbers takes {slower[names[0]]:.1f} % longer"
-    + (", and its clock falls" if clock_falls(names[0]) else "")
-    + (" by more (see the fold)" if clock_fell > slower[names[0]] + 1 else "")
+    + (", and its clock falls" if falls else "")
     + (
-        f": the GPU draws nearly its limit of {limit[names[0]]:.0f} W"
-        if watts[names[0]] > 0.95 * limit[names[0]]
-        else ""
-    )
-    + (
-        f", and `nvidia-smi` blames the {reason}."
-        if clock_falls(names[0]) and reason not in ("not readable", "none")
+        f", because the GPU draws nearly its limit of {limit[names[0]]:.0f} W: `nvidia-smi` names "
+        "the power cap."
+        if falls and "power cap" in reason and watts[names[0]] > 0.95 * limit[names[0]]
+        else f", for which `nvidia-smi` gives the reason “{reason}”."
+        if falls and reason not in ("not readable", "none")
         else "."
     )
     + (
-        " The copies get slightly faster."
+        " The copies do not slow down."
         if all(most[name] < 0 for name in copies_of)
         else ""
     )
@@ -1232,21 +1240,19 @@ lab.read(
 # Reading
 low = watts[names[1]] < 0.9 * watts[names[0]]
 lab.read(
-    f"The busy matmul of zeros takes {zeros:,.0f} µs where that of random numbers takes "
-    f"{random:,.0f}"
+    f"Busy with zeros, the same matmul takes {100 * (1 - zeros / random):.0f} % less time"
     + (
-        ", and draws far less power, presumably because bits that do not change cost little"
+        " and far less power, presumably because bits that do not change cost little"
         if low
         else ""
     )
-    + "."
+    + ". So **never time a matmul on zeros**, or on memory that nobody has filled, and read the "
+    "clock beside a time, with `nvidia-smi -q -d CLOCK,PERFORMANCE`."
     + (
-        " (Its clock falls too, at a power far below the limit; we do not know why.)"
-        if low and clock_falls(names[1])
+        " Some of what the clocks did we cannot explain (see the fold)."
+        if by_clock > slower[names[0]] + 3 or (low and clock_falls(names[1]))
         else ""
     )
-    + " So **never time a matmul on zeros**, or on memory that nobody has filled, and read the "
-    "clock beside a time: `nvidia-smi -q -d CLOCK,PERFORMANCE` shows it, and what holds it down."
     if random > 1.02 * zeros
     else f"The busy matmul takes {random:,.0f} µs on random numbers and {zeros:,.0f} on zeros, so "
     "that on this machine the numbers hardly matter. To see whether a clock falls, and why, ask "
@@ -1260,8 +1266,9 @@ reason = works[names[1]].get("reason", "not readable")
 signed = [f"{slower[name]:+.1f}".replace("-", "−") for name in copies_of]
 lab.together(
     lab.read(
-        "The power comes from `nvidia-smi`, the clock from how long a pause of known cycles takes "
-        "after each batch. "
+        "In each of four turns the GPU rests for 0.4 seconds and runs a batch of ten, then is kept "
+        "busy for as long and runs another. The power comes from `nvidia-smi`, the clock from how "
+        "long a pause of known cycles takes after each batch. "
         + (
             "If the time of the matmul of random numbers followed its clock, it would be "
             f"{by_clock:.0f} % longer; why it is less we do not know. "
@@ -1276,7 +1283,11 @@ lab.together(
                 if reason not in ("not readable", "none")
                 else ""
             )
-            + ". "
+            + (
+                ", and why it falls at a power so far below the limit we do not know. "
+                if low
+                else ". "
+            )
             if clock_falls(names[1])
             else ""
         )
@@ -1400,12 +1411,10 @@ by_median = [strays(n) if spread.rows else nan for n in SAMPLES]
 times = at_most(spread.rows) or dict.fromkeys((50, 80, 100), nan)
 beyond = {share: 100 * (times[share] / times[50] - 1) for share in (80, 100)}
 lab.read(
-    f"One run in five takes at least {beyond[80]:.1f} % longer than the median, and the slowest "
-    f"{beyond[100]:.0f} %. Such runs pull the mean up, but hardly the median, so this book reports "
-    "the median, **p50**, and shows the spread as the band from **p20** to **p80**. More runs make "
-    "a median surer: in "
-    f"95 of 100 samples of {SAMPLES[0]} runs the median lies within {by_median[0]:.1f} % of that "
-    f"of all, and of {SAMPLES[1]}, the most in this book, within {by_median[1]:.1f} %."
+    "Slow runs pull the mean up, but hardly the median, so this book reports the median, **p50**, "
+    "and shows the spread as the band from **p20** to **p80**. More runs make a median surer: "
+    f"that of {SAMPLES[0]} runs is nearly always within {by_median[0]:.1f} % of that of all, and "
+    f"that of {SAMPLES[1]}, the most in this book, within {by_median[1]:.1f} %."
 )
 
 # %%
@@ -1484,14 +1493,8 @@ lab.table(
 # Reading
 lab.read(
     "A comes right after the large matmul, and the order alone makes it differ from itself by "
-    f"{max(apart['fixed']):.1f} %, presumably because the matmul has lowered the clock."
-    + (
-        " (A large softmax as A and B shows no such difference.)"
-        if min(apart["fixed"]) < 0.5
-        else ""
-    )
-    + " An early version of this book timed in a fixed order, and what came after the matmul "
-    "looked slower than it is. So now each round draws a new one."
+    f"{max(apart['fixed']):.1f} %, presumably because the matmul has lowered the clock. So each "
+    "round of the book's loop draws a new order."
     if max(apart["fixed"]) > max(1, 1.5 * max(apart["drawn"]))
     else f"On this GPU the order did no more harm than chance ({max(apart['fixed']):.1f} %); on "
     "another it may, so each round of the book's loop draws a new one."
@@ -1546,30 +1549,52 @@ resolved = max(
 )
 counts_as_none = max(1, numpy.ceil(10 * max(by_median[-1], resolved)) / 10)
 occasions = small[best], cell(suites, "this book's", sizes[0])
+elsewhere = max(occasions) > (1 + counts_as_none / 100) * min(occasions)
 lab.read(
-    "So we gave each of three kernels two names and timed both in the book's loop, four times, "
-    f"together with the large matmul. A and B were never more than {resolved:.2g} % apart, so with "
-    f"some margin {counts_as_none:g} % is our threshold for kernels timed **in one loop**."
+    "We tried three kernels in the book's loop. A and B were never more than "
+    f"{resolved:.2g} % apart, so with some margin we count differences below {counts_as_none:g} % "
+    "as none. Compare only what **one loop** has timed"
     + (
-        " It does not hold across occasions: for the small softmax the fifth way found "
-        f"{occasions[0]:.1f} µs at first, and {occasions[1]:.1f} beside the ready-made loops. So "
-        "compare only what one loop has timed."
-        if max(occasions) > (1 + counts_as_none / 100) * min(occasions)
-        else ""
+        ", because from one occasion to the next a time can change by more (see the fold)."
+        if elsewhere
+        else "."
     )
 )
 
 # %%
 
-# Folded: The loop of this book, and its A/A test
+# Folded: The loop of this book, its A/A test, and how sure a median is
 lab.together(
     lab.read(
-        f"The dots are placed by {len(PERCENT)} recorded percentiles of the runs. The book's "
-        f"loop makes {ROUNDS} rounds of {MOST_REPEATS} runs, or of {REPEAT_MS} milliseconds of "
-        "kernel time where that is less:"
+        f"One run in five takes at least {beyond[80]:.1f} % longer than the median, and the "
+        f"slowest {beyond[100]:.0f} %. The dots are placed by {len(PERCENT)} recorded percentiles "
+        "of the runs, from which we also drew the samples for the medians; “nearly always” is in "
+        "95 of 100 samples."
+    ),
+    lab.read(
+        f"The book's loop makes {ROUNDS} rounds of {MOST_REPEATS} runs, or of {REPEAT_MS} "
+        "milliseconds of kernel time where that is less:"
     ),
     lab.source(_time_in_turn),
+    lab.read(
+        "We ran it four times for each of three kernels, with the large matmul beside A and B."
+        + (
+            " Another occasion changes a time by more: for the small softmax the fifth way found "
+            f"{occasions[0]:.1f} µs at first, and {occasions[1]:.1f} beside the ready-made loops."
+            if elsewhere
+            else ""
+        )
+    ),
     in_the_loop,
+    lab.read(
+        "An early version of this book timed in a fixed order, and what came after the matmul "
+        "looked slower than it is."
+        + (
+            " Not every kernel shows this: the large softmax, as A and B, does not."
+            if apart["fixed"][0] < 0.5
+            else ""
+        )
+    ),
     by_order,
 )
 
@@ -1857,9 +1882,9 @@ placed = under_the_roof(machine.rows[0]) if machine.rows else {}
 waiting = [name for name, points in placed.items() if waits_for(points) == "memory"]
 *others, last_one = dict.fromkeys(name.partition(",")[0] for name in waiting) or [""]
 lab.read(
-    f"The copy reaches {beta:,.0f} GB/s and the matmul {pi:,.0f} TFLOP/s, so the ridge is at "
-    f"{ridge:,.0f} FLOPs per byte. {', '.join(others).capitalize()} and {last_one} lie left of it, "
-    "so near the roof only fewer bytes can make them faster. Attention lies right of it."
+    f"{', '.join(others).capitalize()} and {last_one} lie left of the ridge, which is at "
+    f"{ridge:,.0f} FLOPs per byte, so near the roof only fewer bytes can make them faster. "
+    "Attention lies right of it."
 )
 
 # %%
@@ -1890,13 +1915,8 @@ lab.read(
     + f" and {top:.0f} % at best"
     + (", and less backward and in FP8." if max(below, default=nan) < top else ".")
     + (
-        " (The roof of FP8, twice as high, is what NVIDIA states; we have not measured it.)"
-        if in_fp8 > 0
-        else ""
-    )
-    + (
-        " Softmax's backward pass passes a copy, which is possible because it reads more than it "
-        "writes (see the fold)."
+        " Softmax's backward pass can exceed 100 %, because it reads more than it writes (see the "
+        "fold)."
         if back > 101 and reads_faster
         else ""
     )
@@ -1907,13 +1927,22 @@ lab.read(
 # Folded: How the figures count, and every operator in numbers
 lab.together(
     lab.read(
+        f"The copy reaches {beta:,.0f} GB/s and the matmul {pi:,.0f} TFLOP/s. The matmul is timed "
+        "after a rest, as every kernel of this book is; kept busy it did "
+        f"{hot:,.0f} TFLOP/s."
+        + (
+            " The roof of FP8, twice as high, is what NVIDIA states; we have not measured it."
+            if in_fp8 > 0
+            else ""
+        )
+    ),
+    lab.read(
         "FLOPs are counted by the formulas of each chapter (an exponential is one, random bits are "
         "none) and bytes as inputs that are read once and outputs that are written once. Times "
         "below 20 µs are left out, because the launch and the events are a large part of them. A "
         "range in the table covers all shapes that the chapter timed. Its percentages can be lower "
         "than those of a chapter, because a chapter divides by a copy as large as its own input, "
-        f"and this roof is a copy of 1 GiB. The matmul is timed after a rest, as every kernel of "
-        f"this book is; kept busy it did {hot:,.0f} TFLOP/s."
+        "and this roof is a copy of 1 GiB."
         + (
             " A kernel that reads more than it writes can pass a copy, because reading alone can "
             f"be faster: a kernel of the first chapter reached {1e3 * read_alone:,.0f} GB/s."
@@ -2027,24 +2056,24 @@ lab.table(
 # %%
 
 # Reading
-needs, spilled = (
-    cell(facts, "Kernel Book", "registers"),
-    cell(facts, "32 registers", "spills"),
-)
+needs = cell(facts, "Kernel Book", "registers")
 untouched, tight, spread_out = (
     100 * limited.share(name)
     for name in ("Kernel Book", "32 registers", "32 registers, 4 warps")
 )
 lab.read(
-    f"Without a limit, the compiler takes {needs:.0f} registers for each thread. With 32 it spills "
-    f"to {spilled:.0f} places of 32 bits per thread"
-    + (
-        f", and the kernel takes {untouched / tight:.1f} times as long. "
+    (
+        f"With 32 registers instead of {needs:.0f} the kernel takes {untouched / tight:.1f} times "
+        "as long, because its threads spill. "
         if tight < 0.95 * untouched
-        else ", and the kernel is as fast all the same. "
+        else f"With 32 registers instead of {needs:.0f} the threads spill, and the kernel is as "
+        "fast all the same. "
     )
-    + "With twice as many warps each thread holds half as many values, and the kernel reaches "
-    f"{spread_out:.0f} % of a copy's speed under the same limit."
+    + (
+        "More warps help under the same limit, because each thread then holds fewer values."
+        if spread_out > 1.05 * tight
+        else "More warps do not help."
+    )
 )
 
 # %%
@@ -2310,30 +2339,21 @@ read, twice, written = (
     count("read from HBM", "online") / 1e6,
     count("written to HBM") / 1e6,
 )
-found = (
-    "`row` moves what it must on paper"
-    + (
-        f" (some {round(paper) - round(written)} MB of its output are probably still in L2 when it "
-        "ends)"
-        if paper - written > 0.02 * paper
-        else ""
-    )
-    + f". HBM is busy at {count('HBM, of its peak'):.0f} %, which is as good as full, because "
-    f"`row` came to {untouched:.0f} % of a copy above. The SMs are at "
-    f"{count('SMs, of their peak'):.0f} %, so `row` waits for memory, as its place on the roofline "
-    "says. "
+by_row = (
+    "`row` moves no more than it must on paper. It keeps HBM busy at "
+    f"{count('HBM, of its peak'):.0f} %, which is as good as full, because `row` came to "
+    f"{untouched:.0f} % of a copy above. So it waits for memory, as its place on the roofline says."
     if read < 1.02 * paper
-    else f"`row` reads {read:.0f} MB from HBM, where {paper:.0f} would do. "
-) + (
-    "`online` reads no more, so the second time it must have found the row in a cache"
-    if twice < 1.05 * paper
-    else f"`online` reads {twice:.0f} MB, some bytes twice"
+    else f"`row` reads {read:.0f} MB from HBM, where {paper:.0f} would do."
 )
-both = [count(what, "online") for what in ("HBM, of its peak", "SMs, of their peak")]
-found += "; it keeps both HBM and the SMs busy." if min(both) > 60 else "."
+by_online = (
+    "`online` reads no more, so the second time it must have found the row in a cache."
+    if twice < 1.05 * paper
+    else f"`online` reads {twice:.0f} MB, some bytes twice."
+)
 if "absent" in counts:
-    found = f"On this machine they could not be read: {counted.rows[0]['counter']}."
-lab.read(found)
+    by_row = f"On this machine they could not be read: {counted.rows[0]['counter']}."
+lab.together(lab.read(by_row), None if "absent" in counts else lab.read(by_online))
 
 # %%
 
@@ -2364,6 +2384,7 @@ lab.read(found) if found else None
 # %%
 
 # Folded: All counters, and the account of the spills
+both = [count(what, "online") for what in ("HBM, of its peak", "SMs, of their peak")]
 spilled_mb, back_mb = (
     slow.get(what, nan) / 1e6 for what in ("spilled", "spills read back")
 )
@@ -2374,6 +2395,13 @@ lab.together(
     lab.read(
         "`ncu` runs a kernel several times to read all its counters. We left its clock free, with "
         "`--clock-control none`."
+        + (
+            f" Some {round(paper) - round(written)} MB of the output of `row` are probably still "
+            "in L2 when it ends, and so not written yet."
+            if paper - written > 0.02 * paper
+            else ""
+        )
+        + (" `online` keeps both HBM and the SMs busy." if min(both) > 60 else "")
     ),
     counted,
     of_spills,
