@@ -88,8 +88,7 @@ lab.read(
 
 # %%
 # **Eight bits enter attention in four places**, each of which changes the kernel (orange). Blue
-# boxes hold 8 bits, grey ones 32. The bar “values in 8 bits” above is *V alone*: q and k stay in
-# bfloat16.
+# boxes hold 8 bits, grey ones 32. The bar “values in 8 bits” is *V alone*.
 
 
 # Drawing
@@ -148,9 +147,9 @@ lab.sketch(
 # Two formats
 # -----------
 #
-# Eight bits can favour precision or range. The bits are a sign, an exponent, and a few bits after
-# the leading one, the *mantissa*. *e4m3* has 4 bits of exponent and 3 of mantissa, *e5m2* has 5 and
-# 2. So 1.15 becomes 1.125 in e4m3 and only 1.25 in e5m2, while 10,000 is in the range of e5m2
+# Eight bits can favour precision or range. The bits are a sign, an exponent, and the few bits that
+# follow the leading 1, the *mantissa*. *e4m3* has 4 bits of exponent and 3 of mantissa, *e5m2* has
+# 5 and 2. So 1.15 becomes 1.125 in e4m3 and only 1.25 in e5m2, while 10,000 is in the range of e5m2
 # alone. Both are called :term:`FP8`.
 #
 # .. image:: /figures/attention-fp8-formats.svg
@@ -253,8 +252,8 @@ def round_to_8_bits(x, dtype, dims):
 
 # %%
 # **Each head has its own descale**, because heads may differ in size. We try three, each a thousand
-# times smaller than the one before. A row of the figure shows the sizes in a head. The numbers of
-# e4m3 (orange) hold for all rows, and everything to the left of the dashed line becomes 0.
+# times smaller than the last. Each row of the figure shows the sizes in one head, the last
+# the numbers of e4m3. Everything left of the dashed line becomes 0.
 
 
 # Measuring
@@ -280,12 +279,11 @@ assert torch.equal(quantize(x).stored.float(), stored.float())
 
 
 # Drawing
-def draw_numbers(axes, top):
-    """The numbers of e4m3, as ticks below an axis of powers of two, and where it rounds to 0."""
+def draw_numbers(axes, low, high):
+    """The numbers of e4m3, as ticks on an axis of powers of two, and where it rounds to 0."""
     ticks = torch.arange(1, 127, dtype=torch.uint8).view(E4M3).double().log2()
-    axes.vlines(ticks, -0.12 * top, 0, color=lab.colour("PyTorch"), linewidth=0.8)
+    axes.vlines(ticks, low, high, color="#1f2328", linewidth=0.8)
     axes.axvline(-10, color=lab.colour("matmul"), linestyle="--")
-    axes.set(ylim=(-0.12 * top, top))
 
 
 def placed(*panels):
@@ -298,11 +296,12 @@ def placed(*panels):
                 range(-24, 9), heights, 1, 2.0 - i, color=lab.colour(ink), alpha=0.6, align="edge"
             )  # fmt: skip
             axes.axhline(2 - i, color=lab.colour("matmul"), linewidth=0.6)
-        draw_numbers(axes, 3)
-        axes.set(ylim=(-0.36, 2.9), xlim=(-24, 9.5), xticks=(-20, -10, 0, 8))
+        draw_numbers(axes, -0.75, -0.35)
+        axes.set(ylim=(-0.85, 2.9), xlim=(-24, 9.5), xticks=(-20, -10, 0, 8))
         axes.set_xticklabels(["2⁻²⁰", "2⁻¹⁰", "1", "2⁸"])
         axes.set_yticks(
-            (2, 1, 0), ["head 0", "head 1", "head 2"] if len(dims) == 4 else []
+            (2, 1, 0, -0.55),
+            ["head 0", "head 1", "head 2", "e4m3"] if len(dims) == 4 else [],
         )
         axes.grid(axis="y", visible=False)
         kind = "one descale" if len(dims) == 4 else "one for each head"
@@ -313,9 +312,10 @@ def placed(*panels):
 lab.sketch(
     "Three heads, and the numbers of e4m3",
     "Two panels, each with a histogram of every head over powers of two, one below the other, and "
-    "the numbers of e4m3 as ticks at the foot. Left, with one descale, head 0 lies at the upper "
-    "end of the ticks, head 1 ten powers of two lower, and head 2 left of the dashed line, where "
-    "there are no numbers. Right, with a descale for each head, all three lie at the upper end.",
+    "the numbers of e4m3 as ticks in a row at the foot. Left, with one descale, head 0 lies at the "
+    "upper end of the ticks, head 1 ten powers of two lower, and head 2 left of the dashed line, "
+    "where there are no numbers. Right, with a descale for each head, all three lie at the upper "
+    "end.",
     placed,
     panels=2,
     height=2.9,
@@ -428,7 +428,7 @@ lab.together(
 #          both are keys, it fits.
 #
 # With the wrong layout the compiler rearranges every tile before the instruction can read it. We
-# time this in a small kernel, a matmul of size 4,096.
+# time this in a matmul of size 4,096.
 
 # Measuring
 import triton
@@ -556,13 +556,14 @@ lab.together(
 # have 0.0005 each. Together these are a third of the sum, and all would become 0.
 #
 # **So the kernel multiplies its weights by 256 before it rounds them.** Then 0.0005 becomes 0.128,
-# which is stored as 0.125. The factor :math:`2^8` never has to be undone: it cancels, because the
-# denominator also sums :math:`2^8 p_j`. But :math:`2^9` is too much: the largest weights would
+# which is stored as 0.125. The factor :math:`2^8` cancels, because the denominator
+# also sums :math:`2^8 p_j`. But :math:`2^9` is too much: the largest weights would
 # become 512 and be stored as 448.
 #
 # In language models one key is often far ahead of the others (Xiao and others, 2023). We compute
-# such a case in float64, with 4,096 keys and normal scores of deviation 0.5. One score (the arrow)
-# is 6 above the largest other one, so its weight is :math:`e^6`, about 400 times as large.
+# such a case in float64, with 4,096 keys and normally distributed scores of standard deviation 0.5.
+# One score (the arrow) is 6 above the largest other one, so its weight is :math:`e^6`, about 400
+# times as large.
 
 
 # Measuring
@@ -622,12 +623,13 @@ def moved(*panels):
             alpha=0.5,
         )
         top = axes.get_ylim()[1]
-        draw_numbers(axes, top)
+        draw_numbers(axes, -0.12 * top, 0)
         arrow = {"arrowstyle": "->", "color": lab.colour("Kernel Book")}
         ahead = {"ha": "center", "fontsize": 9, "color": lab.colour("Kernel Book")}
         axes.annotate(
             "the key\nahead", (power, 0), (power, 0.3 * top), arrowprops=arrow, **ahead
         )  # fmt: skip
+        axes.set(ylim=(-0.12 * top, top))
         axes.set(xlim=(-16, 10.5), xticks=(-16, -10, 0, 8))
         axes.set_xticklabels(["2⁻¹⁶", "2⁻¹⁰", "1", "2⁸"])
         axes.set_title(f"p{' times 2⁸' * (power > 0)}", loc="left", fontsize=11)
@@ -687,16 +689,15 @@ lab.together(
 # Hopper's matrix unit loses small terms of a long sum in 8-bit matmuls. Imagine a calculator that
 # keeps four digits and cuts off the rest. Once its sum has reached 1,000, adding 0.9 changes
 # nothing, however often we do it. The matrix unit is such a calculator: its accumulators are
-# float32 registers with 23 places below the leading bit, but it keeps only 13 of them, as we
-# measure below.
+# float32 registers with 23 places below the leading bit, but it keeps only 13 of them.
 #
 # The remedy is *promotion*: the matrix unit sums one tile of 128 keys only, and the kernel adds
 # these sums in ordinary float32.
 #
-# In the figure larger bits are further left, as in a written number. A term, the product of two
-# e4m3 numbers, has seven bits. In the line “4,096” on the left only two of them reach the sum,
-# because the bits that it keeps (grey) have moved up as it grew. On the right no sum has more than
-# 128 terms, so all seven bits fit.
+# In the figure larger bits are further left. A term between 1 and 2, the
+# product of two e4m3 numbers, has at most seven bits. In the left line “4,096” only two of
+# them reach the sum: as the sum grew, the bits that it can keep (grey) moved left. On the right no
+# sum has more than 128 terms, so all seven bits fit.
 
 
 # Drawing
@@ -744,9 +745,9 @@ lab.sketch(
     "The bits of a term that reach the sum",
     f"Two panels, a row for each number of terms summed so far. A grey window shows the "
     f"{PLACES + 1} bits that the sum keeps; the {TERM} bits of the next term are blue inside it "
-    f"and orange outside, where they are lost. Left, one sum: the window moves up with the sum, "
-    f"and after 16,384 terms no bit of a term is inside. Right, a new sum for each tile: it stays "
-    f"low, and no bit of a term is lost.",
+    f"and orange outside, where they are lost. Left, one sum: the window moves left as the sum "
+    f"grows, and after 16,384 terms no bit of a term is inside. Right, a new sum for each tile: it "
+    f"stays low, and no bit of a term is lost.",
     windows,
     panels=2,
     height=3.4,
@@ -1078,7 +1079,7 @@ lab.together(
 # ----------
 #
 # The four changes meet in the kernel of :doc:`/chapters/attention_fast`. Here it is in PyTorch, for
-# one head, with the changes numbered as in the first figure (all but 2, the layout):
+# one head, with the changes numbered as above (all but 2, the layout):
 
 
 def attend(q, k, v, scale_log2, block_n):
@@ -1113,7 +1114,7 @@ by_kernel = plain(*pairs)[0, 0].cpu().double()
 between_both = off_by(a_b_c[2] * in_steps.double(), by_kernel)
 assert between_both < 0.005
 lab.read(
-    f"With 300 keys, this and the kernel, whose output has 16 bits, differ by "
+    f"On 300 keys this code's output differs from the kernel's, which has 16 bits, by "
     f"{100 * between_both:.1f} %."
 )
 
@@ -1173,7 +1174,8 @@ out = attention(q_8, k_8, v_8)
 # A kernel that is meant to round cannot be compared with the truth alone, because even a right one
 # differs from it. So we compute attention of the *stored* values twice in float64. The *truth*
 # rounds nothing, and the *yardstick* rounds weights and output as the kernel does. The kernel may
-# have at most twice the yardstick's error. Here an error is the largest difference from the truth.
+# have at most twice the yardstick's error. Here an error is the largest difference from the truth,
+# over the largest true value.
 
 
 # Measuring
@@ -1459,17 +1461,22 @@ def in_all(operands, data):
 
 of_v_alone = [in_all("V in e4m3", data) for data in DATA]
 lab.read(
-    "Outliers more than double the error of q, k and V in e4m3, and "
-    f"{'lower' if of_v_alone[1] < of_v_alone[0] else 'raise'} that of V alone. Whether a language "
-    "model notices such errors, we did not test."
+    "Outliers more than double the error of q, k and V in e4m3. They "
+    + (
+        "lower that of V alone, which includes the rounding of the weights. "
+        if of_v_alone[1] < of_v_alone[0]
+        else "raise that of V alone. "
+    )
+    + "Whether a language model notices such errors, we did not test."
     if in_all("all in e4m3", "outliers") > 2 * in_all("all in e4m3", "normal")
     else f"Outliers raise the error in e4m3 to {in_all('all in e4m3', 'outliers'):.1f} %. Whether "
     "a language model notices such errors, we did not test."
 )
 
 # %%
-# **Which operand makes the error?** On a smaller sample we round one thing at a time. The figure
-# shows squared errors, because the squares of independent errors add.
+# **Which operand makes the error?** On only 8 heads of 64 queries we
+# round one thing at a time. The figure shows squared errors, because the squares of independent
+# errors add.
 
 
 # Measuring
@@ -1569,11 +1576,13 @@ larger = {
 }
 assert 0.9 < larger["V"] < 1.1
 assert larger["the weights"] < 0.25
+grown = in_all("all in e4m3", "outliers") / in_all("all in e4m3", "normal")
 lab.read(
     f"**With outliers the error from q and k is {larger['q and k']:.1f} times as large** "
-    f"(squared, as in the figure, {larger['q and k'] ** 2:.1f} times). That from V stays, and that "
-    "from the weights nearly vanishes. The parts nearly add up to all roundings at once (black "
-    "line)."
+    f"(squared, {larger['q and k'] ** 2:.1f}). That from V stays, and that "
+    "from the weights nearly vanishes. The parts nearly add up to all "
+    f"roundings at once (black line), which outliers raise {larger['all']:.1f} times here "
+    f"(squared, {larger['all'] ** 2:.1f}) and {grown:.1f} times above."
 )
 
 # %%
@@ -1616,9 +1625,9 @@ by_scores = larger_scores()
 assert by_scores[-1]["their part, %"] < 20 < 50 < by_scores[-1]["queries of one key, %"]
 first, last_row = by_scores[0], by_scores[-1]
 lab.read(
-    "Measured, scores 16 times as large make the error "
-    f"{last_row['all in e4m3, %'] / first['all in e4m3, %']:.1f} times as large if q, k and V have "
-    "8 bits, and no larger if V alone has."
+    "When we make the scores 16 times as large, the error grows "
+    f"{last_row['all in e4m3, %'] / first['all in e4m3, %']:.1f} times with q, k and V in 8 bits, "
+    "and not at all with V alone."
     if last_row["V in e4m3, %"] <= first["V in e4m3, %"]
     else "With scores 16 times as large, the error is "
     f"{last_row['all in e4m3, %']:.1f} % instead of {first['all in e4m3, %']:.1f} % if q, k and V "
@@ -1682,8 +1691,8 @@ lab.together(
 # ---------------
 #
 # We time the kernel above on operands that have 8 bits already; what quantising adds comes below.
-# Beside it stand two kernels in 16 bits: our fastest, written for Hopper alone
-# (:doc:`/chapters/attention_hopper`), and PyTorch's by cuDNN. A matmul in bfloat16 is the
+# Beside it stand, in 16 bits, our fastest, for Hopper alone (:doc:`/chapters/attention_hopper`),
+# and PyTorch's by cuDNN. A matmul in bfloat16 is the
 # :term:`limit` of 16 bits.
 
 
@@ -1829,21 +1838,22 @@ def at_its_best(sweep):
     best = rows.loc[rows["rate"].idxmax()]
     gpu = sweep.provenance["gpu"].split()[1]
     mask = "a causal mask" if best["mask"] == "causal" else "no mask"
-    older = ", measured with an older version of the kernel" if sweep.mark else ""
-    return f"{best['rate']:,.0f}", gpu, f"with {mask}{older}"
+    older = ", in an older version" if sweep.mark else ""
+    how = f"with head_dim {best['head_dim']} and {mask}{older}"
+    return f"{best['rate']:,.0f}", gpu, how
 
 
 beside_theirs = [s for s in speed.elsewhere if "H100" in s.provenance["gpu"]]
 our_best = [at_its_best(s) for s in beside_theirs[:1] or [speed] if s.provenance]
 lab.read(
-    f"**At length 16,384 eight bits are {of_fp8 / of_default:.2f} times as fast as our fastest "
-    "kernel in 16.** We timed no other library in 8 bits, but the paper on FlashAttention-3 "
-    "reports close to 1,200 TFLOP/s for its kernel at its best, on an H100"
+    f"**At length 16,384 attention in 8 bits is {of_fp8 / of_default:.2f} times as fast as our "
+    "fastest kernel in 16.** We timed no other library in 8 bits. The paper on FlashAttention-3 "
+    "reports close to 1,200 TFLOP/s at its best, on an H100"
     + "".join(
-        f", where ours reaches {best}"
+        f", where ours reaches {best} {how}"
         if gpu == "H100"
-        else f"; ours reaches {best} on the {gpu}"
-        for best, gpu, _ in our_best
+        else f"; ours reaches {best} on the {gpu} {how}"
+        for best, gpu, how in our_best
     )
     + "."
 )
@@ -1862,14 +1872,14 @@ ratios = {
 }
 lost = sum(ratio < 0.995 for ratio in ratios.values())
 lab.read(
-    "**With V alone in 8 bits** only one of the two matmuls gains, and attention is "
+    "**With V alone in 8 bits** attention is "
     + (
         "no faster than our fastest in 16. "
         if of_v / of_default < 1.02
         else f"{of_v / of_default:.2f} times as fast as our fastest in 16. "
     )
     + "**A kernel with roles** (next chapter) is slower in 8 bits than the one above in "
-    f"{lost} of {len(ratios)} cases. We did not measure why."
+    f"{lost} of {len(ratios)} cases."
 )
 
 # %%
@@ -2114,7 +2124,8 @@ lab.together(
 # Every score also needs an exponential, a maximum, a sum, a scaling and a conversion. Other units
 # of an :term:`SM` compute them, and gain nothing from 8 bits. The figure counts the cycles of one
 # tile with head_dim 128. All but the matmuls are counted in the machine code of one of our kernels
-# in 8 bits. We assume that every kernel has these instructions and never overlaps one with another.
+# in 8 bits. We assume that both kernels overlap equally, with these instructions one at a time and
+# matmuls at full speed.
 
 
 # Measuring
@@ -2242,7 +2253,7 @@ in_turns, side_by_side = gain_if(lambda x, y: x + y), gain_if(max)
 lab.read(
     "**In 8 bits the matmuls take half as many cycles, and everything else takes as many as "
     f"before.** If the units took turns, 8 bits would be {in_turns:.2f} times as fast. If they "
-    f"always worked side by side, the gain would be only {side_by_side:.2f}, because the matrix "
+    f"worked side by side, the gain would be only {side_by_side:.2f}, because the matrix "
     "unit would wait for the others."
     if side_by_side < 1.2
     else f"By this count 8 bits gain {in_turns:.2f} if the units take turns, and "
@@ -2262,7 +2273,8 @@ gains_of = {
 }
 shorter = gains_of[64][0] < gains_of[128][0]
 lab.read(
-    f"**Measured, the kernel above is {gains_of[128][0]:.2f} times as fast as its code in 16 bits**"
+    f"**Measured, the kernel above is {gains_of[128][0]:.2f} times as fast as the same Triton "
+    "code in 16 bits**"
     + (
         ", more than either count, so at least one assumption is wrong. We did not measure which."
         if gains_of[128][0] > max(in_turns, side_by_side)
@@ -2332,43 +2344,12 @@ lab.together(
 )
 
 # %%
-# From which length quantising pays
-# ---------------------------------
+# When quantising pays
+# --------------------
 #
 # In a model q, k and v come in bfloat16, so eight bits must first earn back the time of quantising.
 # No element can be rounded before the largest of its head, the :term:`amax`, is known. So
 # ``quantize`` reads each element twice and writes it once.
-#
-# .. dropdown:: Both kernels whole, and in which order they take the tiles
-#
-#    The first kernel takes the maximum of each tile, and an :term:`atomic` maximum combines the
-#    tiles of a head; the second scales and rounds. The maximum is one of integers, because the bits
-#    of a float32 without its sign have the order of the numbers, with infinity and NaN above them
-#    all. So it also finds a NaN, and it does not depend on the order in which programs finish.
-#    ``divide`` multiplies by the reciprocal and corrects the quotient, which gives every bit of a
-#    division in a third of its instructions.
-#
-#    The second kernel takes the tiles in the opposite order. An operand (64 MiB below) is larger
-#    than the L2 cache, which evicts what was used least recently. In the same order, every tile
-#    would be evicted just before it is needed again; the tiles that were read last are still there.
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/quantize.py
-#       :language: python
-#       :pyobject: amax_kernel
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/quantize.py
-#       :language: python
-#       :pyobject: round_kernel
-#
-#    What they call: which tile a program takes, and the division.
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/quantize.py
-#       :language: python
-#       :pyobject: place_of_tile
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/quantize.py
-#       :language: python
-#       :pyobject: divide
 
 
 # Measuring
@@ -2463,17 +2444,17 @@ lab.table(
             ("quantize, of q, k and v", cost),
             ("a copy of as many bytes", all_three("copy")),
             (
-                "PyTorch, one operation after the other",
+                "quantising in PyTorch, not compiled",
                 all_three("PyTorch"),
             ),
-            ("PyTorch, compiled", with_compiler),
+            ("quantising in PyTorch, compiled", with_compiler),
             ("what FP8 saves of attention, no mask", saved),
         )
         if ms == ms
     ]
     if rounding.rows
     else [],
-    "What quantising costs, and what FP8 saves, 4 × 16 heads",
+    "What quantising costs, and what FP8 saves, 4 texts of 16 heads",
 )
 
 # %%
@@ -2489,7 +2470,39 @@ lab.read(
 )
 
 # %%
-# Now we time the whole way from bfloat16 to the result. FP8 pays where its line is above 1.
+# .. dropdown:: Both kernels whole, and in which order they take the tiles
+#
+#    The first kernel takes the maximum of each tile, and an :term:`atomic` maximum combines the
+#    tiles of a head; the second scales and rounds. The maximum is one of integers, because the bits
+#    of a float32 without its sign have the order of the numbers, with infinity and NaN above them
+#    all. So it also finds a NaN, and it does not depend on the order in which programs finish.
+#    ``divide`` multiplies by the reciprocal and corrects the quotient, which gives every bit of a
+#    division in a third of its instructions.
+#
+#    The second kernel takes the tiles in the opposite order. An operand (64 MiB below) is larger
+#    than the L2 cache, which evicts what was used least recently. In the same order, every tile
+#    would be evicted just before it is needed again; the tiles that were read last are still there.
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/quantize.py
+#       :language: python
+#       :pyobject: amax_kernel
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/quantize.py
+#       :language: python
+#       :pyobject: round_kernel
+#
+#    What they call: which tile a program takes, and the division.
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/quantize.py
+#       :language: python
+#       :pyobject: place_of_tile
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/quantize.py
+#       :language: python
+#       :pyobject: divide
+
+# %%
+# Now we time the whole way from bfloat16. FP8 pays where its line is above 1.
 
 
 # Measuring
@@ -2656,9 +2669,14 @@ lab.read(
     )
     + "With PyTorch's operations, one after the other, it "
     + (
-        "never pays here."
+        "never pays here"
         if in_operations < 1
-        else f"reaches {in_operations:.2f} times the speed of bfloat16 at best."
+        else f"reaches {in_operations:.2f} times the speed of bfloat16 at best"
+    )
+    + (
+        f"; compiled, they take {with_compiler / cost:.2f} times as long as `quantize`."
+        if with_compiler == with_compiler
+        else "."
     )
 )
 
@@ -2711,8 +2729,9 @@ lab.together(
 #
 # .. code-block:: python
 #
-#    Quantized(stored / 2, descale)  # wrong: the product is halved
-#    Quantized(stored / 2, 2 * descale)  # right
+#    half = (stored.float() / 2).to(stored.dtype)
+#    Quantized(half, descale)  # wrong: the product is halved
+#    Quantized(half, 2 * descale)  # right
 
 
 # Measuring
@@ -2755,8 +2774,9 @@ lab.table(
 
 # %%
 # **A flattened descriptor of the transposed V** is a mistake in Triton's tutorial on fused
-# attention. V, (heads, head_dim, length), is described as *one* matrix of head_dim rows, and a
-# head is sought at the column where it begins in memory. With two heads, head_dim 2 and 3 keys:
+# attention. V, of shape (heads, head_dim, length), has a :term:`descriptor` of *one* matrix with
+# head_dim rows and heads · length columns, and a head is sought at the column equal to its offset
+# in memory. With two heads, head_dim 2 and 3 keys:
 #
 # .. image:: /figures/attention-fp8-flat.svg
 #    :alt: Above, 12 numbers in memory, 0 to 5 of head 0 and 6 to 11 of head 1. Below, two rows of
@@ -2764,8 +2784,7 @@ lab.table(
 #          column 5 marks where the matrix ends. The tile of head 0 has columns 0 to 2, inside. The
 #          tile of head 1 has columns 6 to 8, behind the line, and reads as 0.
 #
-# The address is right: at column 6 head 1 begins. But the hardware that copies tiles also checks
-# the bounds, and gives zeros for what lies outside.
+# The address is right, but the hardware that copies tiles gives zeros for what lies outside.
 
 
 # Measuring
@@ -2829,8 +2848,9 @@ assert [row["every head right"] for row in rows] == ["no", "no", "yes"]
 
 # Reading
 lab.read(
-    f"**In a small kernel with this mistake {rows[0]['heads of zeros']} of {len(v_t)} heads become "
-    "zeros, and the tutorial's test accepts them**, as it would accept zeros alone, because it "
+    "Only the first heads / head_dim of them begin inside. **In a small kernel with this mistake "
+    f"and head_dim {v_t.shape[1]}, {rows[0]['heads of zeros']} of {len(v_t)} heads become zeros, "
+    "and the tutorial's test accepts them**, as it would accept zeros alone, because it "
     "allows an absolute error of 3, and averages of normal numbers are smaller."
 )
 
@@ -2857,12 +2877,12 @@ lab.together(
 
 # Reading
 lab.read(
-    f"What is lost is {in_all('all in e4m3', 'normal'):.1f} % of the output on normal data and "
+    f"The output is off by {in_all('all in e4m3', 'normal'):.1f} % on normal data and "
     f"{in_all('all in e4m3', 'outliers'):.1f} % with outliers. "
-    f"Eight bits are {of_fp8 / of_default:.2f} times as fast as our fastest kernel in 16, and "
-    "not twice, because only the matmuls gain"
+    f"Attention in 8 bits is {of_fp8 / of_default:.2f} times as fast as our fastest kernel in 16, "
+    f"and not twice: even a matmul gains only {fast / slow:.2f}, and the other arithmetic nothing"
     + (
-        ". With quantising they pay only for long inputs, from about "
+        ". With quantising it pays only for long inputs, from about "
         f"{round(crossings['full'], -2):,.0f} keys on without a mask."
         if crossed
         else "."

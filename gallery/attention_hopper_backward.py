@@ -155,8 +155,8 @@ lab.sketch(
 #    :end-before: tl.store(dk_ptr
 #    :dedent:
 #
-# - ``atomic_add`` of 0 *reads* a counter, here that of the program of the keys before. With
-#   ``"acquire"``, all loads below see what that program stored before it wrote.
+# - ``atomic_add`` of 0 *reads* a counter, here that of the *predecessor*, the program of the keys
+#   before. With ``"acquire"``, all loads below see what that program stored before it wrote.
 # - ``atomic_xchg`` *writes* the program's own counter. With ``"release"``, all stores above come
 #   before it.
 # - A single thread performs each atomic. At the first ``debug_barrier`` the others wait until that
@@ -255,7 +255,7 @@ def of_small_kernel():
 
 # %%
 
-# Folded: The small kernel whole, the same sweep in PyTorch, and both against float64
+# Folded: The whole small kernel, the same sweep in PyTorch, and both against float64
 lab.together(
     lab.listing(
         {"The small kernel": sweep_in_turn_kernel, "How it is launched": sweep_in_turn}
@@ -276,16 +276,16 @@ lab.together(
 # for one that has not started. One assumption rules this out: **programs start in the order of
 # their ids.** Program ids ascend with the keys of a head, so
 #
-# 1. a program waits for only one other, that of the keys before, whose id is smaller;
+# 1. a program waits only for its predecessor, whose id is smaller;
 # 2. by the assumption, that one has started;
-# 3. take, of the programs that have started and not finished, the one of the smallest id. The one
-#    before it has also started, so it must have finished. Nothing holds our program up: it
+# 3. take, of the programs that have started and not finished, the one of the smallest id. Its
+#    predecessor has also started, so it must have finished. Nothing holds our program up: it
 #    finishes, and then the same holds for the next.
 #
 # So the launch ends. No manual promises the assumption. On a GPU that started programs in another
 # order, a launch could hang, but never give other bits, because no program adds before its turn. A
-# program that draws its number from an atomic counter would not need the assumption. The package
-# needs it, and every launch counted below has ended.
+# program that draws its number from an atomic counter would not need the assumption; what that
+# costs was not timed. The package needs it, and every launch counted below has ended.
 #
 # **The direction matters.** If ids *descend* with the keys, and a head has more tiles than there
 # are SMs, the programs that run wait for one that cannot start. The simulation of the next section
@@ -338,9 +338,9 @@ assert not simulate(**machine_and_heads, backwards=True)  # ids descend: it stan
 # --------------------
 #
 # How much time the waits cost depends on which programs run together, so we simulate four heads of
-# eight tiles of keys on eight SMs. In each tick a program does one step, if the program of the keys
-# before has done it. A row is an SM, a colour a head, and grey is waiting. *Full* attention has no
-# mask; under a causal mask later keys have fewer steps.
+# eight tiles of keys on eight SMs. In each tick a program does one step, if its predecessor has
+# done it. A row is an SM, a colour a head, and grey is waiting. *Full* attention has no mask; under
+# a causal mask later keys have fewer steps.
 
 # %%
 
@@ -413,18 +413,18 @@ lab.sketch(
 full_of = [simulate(8, n_heads, 8, False) for n_heads in (1, 4, 16, 64)]
 (once,) = {len(ticks) - least(ticks) for ticks in full_of}  # the same for all
 lab.read(
-    f"**In full attention the order is nearly free:** it costs {once} ticks once, whatever the "
-    "number of heads. The programs of the first head start a step apart, so they also end a step "
-    "apart, and the next head starts in the same rhythm."
+    f"**In full attention the order costs {once} ticks, but only once,** however many heads "
+    "follow. The programs of the first head start and end a step apart, and the next head starts "
+    "in the same rhythm."
 )
 
 # %%
 # **Under a causal mask every head pays again,** because all its programs end together, and those of
 # the next head start together.
 #
-# **Two tiles of each head at once win most of it back** (lowest panel). Neighbouring programs then
-# belong to different heads, so the program that one waits for started earlier or at the same
-# moment. Within a head ids still ascend, as the proof demands.
+# **Two tiles of each head at once win most of it back** (lowest panel). Of the programs of a head
+# only two then start together, so the second waits one tick, where the last of eight waits seven.
+# Within a head ids still ascend, as the proof demands.
 
 # %%
 # A warp that only waits and adds
@@ -497,11 +497,11 @@ lab.read(
 # Drawing
 def machine(axes):
     edge = "#59636e"
-    role, store, far = "#eaf2fb", "#fff4e5", "#f6f8fa"
+    computes, adds, store, far = "#eaf2fb", "#fff4e5", "#ffffff", "#f6f8fa"
     for x, y, width, height, fill, text in (
-        (0, 7.4, 1.8, 1.4, role, "loader\n1 warp"),
-        (3.1, 7.4, 3.7, 1.4, role, "consumers 0 and 1\n4 warps each"),
-        (8.2, 7.4, 1.8, 1.4, role, "adder\n1 warp"),
+        (0, 7.4, 1.8, 1.4, far, "loader\n1 warp"),
+        (3.1, 7.4, 3.7, 1.4, computes, "consumers 0 and 1\n4 warps each"),
+        (8.2, 7.4, 1.8, 1.4, adds, "adder\n1 warp"),
         (0.9, 4.7, 1.9, 1.2, store, "rings of\nQ and dO"),
         (3.6, 4.7, 1.6, 1.2, store, "dS of\nboth"),
         (5.9, 4.7, 1.9, 1.2, store, "part of\ndQ"),
@@ -579,7 +579,7 @@ lab.together(
 #          for the adder while dK runs, waits for dK (8), and frees the slot of Q. The adder adds
 #          the part of the step before until after wait 7, and then waits for its turn.
 #
-# **Of what a step computes, only dS must go to shared memory as an operand.** A matmul of Hopper
+# **Of what a step computes, only dS must go to shared memory as an operand.** A Hopper matmul
 # takes its *right* operand from shared memory, and its *left* one from there or from registers. So
 # we compute the *transposed* scores :math:`K Q^\top`, and :math:`V dO^\top`, because then
 # :math:`P^\top` and :math:`dS^\top` are left operands in the registers where they were made. But
@@ -599,7 +599,7 @@ lab.together(
 #    mbarrier.wait(do_full.index(slot), parity)  # wait 2
 #    dp = warpgroup_mma(v, do.permute([1, 0]), none, use_acc=False, is_async=True)
 #    s = warpgroup_mma_wait(1, deps=[s])  # wait 3
-#    lse = lse_s.index(slot).load(query)
+#    lse = lse_s.index(slot).load(query)  # log2(e) times the logsumexp
 #    p = exp2(s * scale_log2 - lse[None, :])
 #    weights = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
 #    delta = delta_s.index(slot).load(query)
@@ -640,13 +640,13 @@ lab.together(
 #
 # **Wait 6: compute the part of dQ.** If each consumer computed the part of its own 64 keys, every
 # step would have two parts to add. Instead each computes half of the columns, for the keys of both.
-# ``half`` says whose keys and dS it reads:
+# In this loop ``half`` is of the *keys*: the consumer whose keys and dS are read.
 
 
 # Drawing
 def halves_of_the_part(axes):
     edge = "#59636e"
-    fills = ("#eaf2fb", "#fff4e5")  # of consumer 0, and of consumer 1
+    fills = ("#eaf2fb", "#c4dcf3")  # of consumer 0, and of consumer 1
     boxes = [
         (2.2 * half, 1.1, 2.2, 2.2, "#f6f8fa", f"half = {half}") for half in (0, 1)
     ]
@@ -673,7 +673,7 @@ def halves_of_the_part(axes):
 
 
 lab.sketch(
-    "Wait 6: which consumer computes which half",
+    "Wait 6: the colour tells which consumer computes",
     "Three matrices. dS has 64 queries and 128 keys, of which each consumer wrote 64. K has 128 "
     "keys and 128 columns, in two times two blocks: half names its rows, and a consumer reads the "
     "two blocks of its own columns. Their product is the part of dQ, of which consumer 0 computes "
@@ -729,14 +729,16 @@ lab.sketch(
 # Drawing
 def one_addition(axes):
     edge = "#59636e"
-    adds, engine, other = "#fff4e5", "#eaf2fb", "#f6f8fa"
+    adds, computes, other = "#fff4e5", "#eaf2fb", "#f6f8fa"
     for left, low, width, fill, text in (
-        (0, 4, 9.9, other, "consumers"),
+        (-2.4, 0, 1.9, other, "previous\nprogram"),
+        (-2.4, 2, 1.9, adds, "adder\nits turn?"),
+        (0, 4, 9.9, computes, "consumers"),
         (0, 2, 1.7, adds, "adder\ntma_add"),
         (3.0, 2, 2.1, adds, "adder\nstore_wait"),
         (6.6, 2, 2.1, adds, "adder\nannounce"),
-        (1.1, 0, 2.6, engine, "engine reads\nthe part"),
-        (3.7, 0, 3.4, engine, "engine adds it\nto the sums"),
+        (1.1, 0, 2.6, other, "engine reads\nthe part"),
+        (3.7, 0, 3.4, other, "engine adds it\nto the sums"),
         (7.7, 0, 2.2, other, "next\nprogram"),
     ):
         height = 0.7 if text == "consumers" else 1.1
@@ -744,9 +746,11 @@ def one_addition(axes):
         axes.add_patch(box)
         write_at(axes, (left + width / 2, low + height / 2), text, 10.5)
     for begin, end, text, at in (
+        ((-1.9, 1.1), (-1.9, 1.95), "counter", (-1.75, 1.55)),
+        ((-0.5, 2.55), (-0.05, 2.55), "", (0, 0)),
         ((0.8, 4), (0.8, 3.15), "part_full", (1.0, 3.55)),
-        ((1.4, 2), (1.4, 1.15), "asks", (1.55, 1.55)),
-        ((3.7, 1.1), (3.7, 1.95), "has read", (3.85, 1.55)),
+        ((1.4, 2), (1.4, 1.15), "asks", (0.3, 1.55)),
+        ((3.7, 1.1), (3.7, 1.95), "", (0, 0)),
         ((4.1, 3.1), (4.1, 3.95), "part_empty", (4.3, 3.55)),
         ((7.0, 1.1), (7.0, 1.95), "", (0, 0)),
         ((8.3, 2), (8.3, 1.15), "counter", (8.45, 1.55)),
@@ -754,17 +758,17 @@ def one_addition(axes):
         arrow = {"arrowstyle": "->", "color": edge}
         axes.annotate("", xy=end, xytext=begin, arrowprops=arrow)
         axes.text(*at, text, ha="left", va="center", fontsize=10.5, color=edge)
-    axes.text(
-        6.85, 1.55, "completed", ha="right", va="center", fontsize=10.5, color=edge
-    )
-    axes.text(4.95, -0.5, "time →, not to scale", ha="center", va="center", color=edge)
-    axes.set(xlim=(-0.1, 10), ylim=(-0.8, 4.8))
+    for x, text in ((3.6, "has read"), (6.85, "completed")):
+        axes.text(x, 1.55, text, ha="right", va="center", fontsize=10.5, color=edge)
+    axes.text(3.75, -0.5, "time →, not to scale", ha="center", va="center", color=edge)
+    axes.set(xlim=(-2.5, 10), ylim=(-0.8, 4.8))
     axes.axis("off")
 
 
 lab.sketch(
-    "One addition, and what the adder says when",
-    "Time runs to the right. Consumers say that the part is full, and the adder asks the copy "
+    "One addition: what the adder reports, and when",
+    "Time runs to the right. The counter of the previous program tells the adder that it is its "
+    "turn. Consumers say that the part is full, and the adder asks the copy "
     "engine to add it. When the engine has read the part, the adder says to the consumers that it "
     "is empty. When the engine has completed the addition to the sums, which is later, the adder "
     "announces it to the next program by the counter.",
@@ -775,7 +779,7 @@ lab.sketch(
 # %%
 # .. code-block:: python
 #
-#    position = 0  # how far the program of the keys before is known to be
+#    position = 0  # how far the predecessor is known to be
 #    for i in range(steps):
 #        row = row_of_head + (n_tiles - 1 - i) * BLOCK_M
 #        if start_n > 0:  # these keys are not the first of a head
@@ -1457,7 +1461,7 @@ ended = soaked.rows[0] if soaked.rows else {}
 said = right.plain.split("\n")[0].partition(": ")[2].split(";")[0].rstrip(".")
 lab.read(
     f"**In a fixed order no bit differed** in {sum(in_fixed) if in_fixed else nan:,.0f} launches "
-    "of one input, with and without a mask, beside other work. Without an order "
+    "of one input, with and without a mask, while other kernels ran. Without an order "
     + (
         "`dq` differed in every launch"
         if set(of_free) == {launched}
@@ -1520,9 +1524,9 @@ lab.together(
 #
 # The *ladder* begins at “one sweep with roles”, in which the consumers themselves ask for the
 # additions, and each *rung* adds one change to the rung above. The kernels of
-# :doc:`/chapters/attention_backward` stand apart. All are credited with five matmuls, even two
-# sweeps, so a longer bar is a shorter time. Beside a bar stands its gain over the rung above; ±0 is
-# less than 2 %.
+# :doc:`/chapters/attention_backward` stand apart; there, plain Triton's single sweep is explained.
+# All are credited with five matmuls, even two sweeps, so a longer bar is a shorter time. Beside a
+# bar stands its gain over the rung above; ±0 is less than 2 %.
 
 # Measuring
 SCATTER = 0.02  # of one kernel that the page times twice: the section on speed has it
@@ -1819,7 +1823,8 @@ most = all(
 lab.read(
     "**“Half the columns” "
     + ("gains most" if most else told("half the columns"))
-    + ":** each step makes one part and not two, so half as many bytes are added."
+    + ":** each step makes one part instead of two, and half as many bytes are added, though the "
+    "consumers must meet to exchange dS."
 )
 
 # %%
@@ -1843,8 +1848,8 @@ on_the_rung = (
 )
 lab.read(
     "**The order costs time only under a causal mask, and “heads apart” wins it back,** because it "
-    "runs tiles of many heads at once, as in the lowest panel of the simulation. So here the same "
-    "bits cost nothing in the end: “heads apart” is as fast as “an adder”, which has no order."
+    "runs tiles of many heads at once. So “heads apart” is as fast as “an adder”, which has no "
+    "order."
     if as_simulated and min(cost) >= -SCATTER
     else "In full attention the order "
     f"{verdict(gain('a fixed order', 'full', 'an adder'))}; under a "
@@ -1988,10 +1993,10 @@ faster, when_causal = (
     1 + gain("Kernel Book", mask, "two sweeps") for mask in ("full", "causal")
 )
 lab.read(
-    f"**In full attention one sweep is {faster:.2f} times as fast as two, and under a causal mask "
-    f"{when_causal:.2f} times.** The suspect is the shared sum, because two sweeps keep every "
-    "gradient in registers. But the two also differ in language and roles, and nothing here times "
-    "the sum alone. So we look into the sweep."
+    f"**On the ladder one sweep is {faster:.2f} times as fast as two in full attention, and "
+    f"{when_causal:.2f} times under a causal mask.** The suspect is the shared sum, because two "
+    "sweeps keep every gradient in registers. But the two also differ in language and roles, and "
+    "nothing here times the sum alone."
 )
 
 # %%
@@ -2255,7 +2260,8 @@ needed = cycles(whole_step)
 lab.read(
     "**With the part of dQ, shared memory needs longer than the matmuls.** By a count of what a "
     f"step moves and computes, shared memory needs {bound:,.0f} cycles for a step, and the matmul "
-    f"units need {ideal:,.0f}. Without the part, shared memory would need less than they do."
+    f"units need {ideal:,.0f}. Without the part written and read, shared memory would need "
+    f"{without_sum:,.0f}."
 )
 
 # %%
@@ -2332,11 +2338,11 @@ lab.together(
 )
 
 # %%
-# **Where the other cycles go.** A step takes longer than either count. So, on the rung “a fixed
-# order”, consumers and adder note the cycle counter of their SM (a *stamp*). A box holds the waits
-# of its number and the work around them, and wait 8 is the gap after box 7. The first row is
-# counted, not stamped: when the only matmul under way has had its cycles, the matmul units pause
-# until a consumer issues the next.
+# **Where the other cycles go.** On the rung “a fixed order”, consumers and adder note the cycle
+# counter of their SM (a *stamp*). A box holds the waits of its number and the work around them, and
+# wait 8 is the gap after box 7. The first row is counted, not stamped: when the only matmul under
+# way has had its cycles, the matmul units pause until a consumer issues the next. The steps drawn
+# are near the table's mean.
 
 
 # Drawing
@@ -2383,19 +2389,29 @@ def pauses(rows):
     return found
 
 
+def first_drawn(rows):
+    """Which two steps are drawn: those whose pauses at the part are nearest the mean of all."""
+    wanted = in_order["pause at the part"] if in_order else nan
+    # the adder's first stamp comes too late, so not the first step
+    firsts = range(1, max(len(pauses(rows)) - 1, 2))
+    return min(firsts, key=lambda at: abs(paused(rows, slice(at, at + 2))[1] - wanted))
+
+
 def drawn_from(rows):
-    """When the steps drawn begin and end: the adder's first comes too late, so not the first."""
-    stamped = in_step(rows)
-    return (min(one["begins"] for one in stamped[at]) for at in (1, 3))
+    """When the steps drawn begin and end."""
+    stamped, first = in_step(rows), first_drawn(rows)
+    return (min(one["begins"] for one in stamped[at]) for at in (first, first + 2))
 
 
 def timelines(axes, rows):
     since, until = drawn_from(rows)
     edge, ink = "#59636e", lab.colour("PyTorch")
     at_work = {"color": lab.colour("matmul"), "alpha": 0.35}
+    axes.barh(0, until - since, 0.7, color="#ffffff", zorder=0.9)  # behind the pale bar
     axes.barh(0, until - since, 0.7, label="matmul units may run", **at_work)
     axes.barh(0, 0, color=ink, label="they pause")
-    for begin, end in sum(pauses(rows)[1:3], []):
+    first = first_drawn(rows)
+    for begin, end in sum(pauses(rows)[first : first + 2], []):
         axes.barh(0, end - begin, 0.7, begin - since, color=ink)
         middle = min((begin + end) / 2 - since, until - since - 200)
         text = {"ha": "center", "va": "center", "fontsize": 10, "color": ink}
@@ -2407,7 +2423,7 @@ def timelines(axes, rows):
                 if end - begin > 100:  # what only begins at the edge is left out
                     look = {"color": fill, "edgecolor": edge, "linewidth": 0.8}
                     axes.barh(at, end - begin, 0.7, begin, **look)
-                if end - begin > (200 if len(text) < 4 else 450):  # a word needs room
+                if end - begin > (200 if len(text) < 4 else 650):  # a word needs room
                     middle = {"ha": "center", "va": "center", "fontsize": 10}
                     axes.text((begin + end) / 2, at, text, **middle)
     axes.set(xlim=(0, until - since), ylim=(len(ROLES) + 0.5, -0.85))
@@ -2429,8 +2445,8 @@ def spent(rows, a, b, role="consumer 0", version=TRACED[1]):
     return sum(r[b] - r[a] for r in own) / len(own) if own else nan
 
 
-def paused(rows, of=slice(1, 3)):
-    """How long the matmul units pause, in the steps drawn or others: at dS, and at the part."""
+def paused(rows, of):
+    """How long the matmul units pause, in some steps: at dS, and at the part."""
     found = pauses(rows)[of]
     return [
         sum(of_step[which][1] - of_step[which][0] for of_step in found) / len(found)
@@ -2441,7 +2457,8 @@ def paused(rows, of=slice(1, 3)):
 
 
 def in_words(rows):
-    at_ds, at_part = paused(rows)
+    first = first_drawn(rows)
+    at_ds, at_part = paused(rows, slice(first, first + 2))
     return (
         "Timelines of the matmul units, two consumers and an adder. In each step the units have no "
         f"work for {at_ds:,.0f} cycles while both consumers make dS, and for {at_part:,.0f} while "
@@ -2480,6 +2497,9 @@ BUDGET = {  # cycles of a step, and of its two pauses
 }
 
 
+n_steps_in_all = in_order["steps"] if in_order else 0
+
+
 def left_of(whole, at_ds, at_part):
     return whole - ideal - at_ds - at_part
 
@@ -2493,7 +2513,7 @@ def budget_rows():
         "a step": [whole for whole, *_ in BUDGET.values()],
     }
     return [
-        {"cycles, mean over tiles": what}
+        {f"cycles, mean of {n_steps_in_all:,} steps": what}
         | {name: f"{x:,.0f}" for name, x in zip(BUDGET, found, strict=True)}
         for what, found in rows.items()
     ]
@@ -2515,7 +2535,7 @@ lab.read(
 # %%
 
 # Reading
-handed_over = in_order["hands over"] if in_order else nan
+turn_taken, adding = (in_order[x] if in_order else nan for x in ("turn", "adds"))
 adders = rows_of(traced.rows, "adder")
 free = [  # whether the part of the step before is out of the buffer when both come to wait 7
     before["added"] <= min(one["matmuls"] for one in both)
@@ -2527,15 +2547,16 @@ late = [  # whether it was still there when the second of both came
 ]
 lost = 100 * (1 - any_order["a step"] / in_order["a step"]) if BUDGET else nan
 lab.read(
-    f"**From wait 6, handing the part over takes {handed_over:,.0f} cycles,** but dK, the only "
-    f"matmul under way, keeps the units busy for {UNDER_WAY:.0f} of them."
+    f"**The adder is never idle:** in a step it waits {turn_taken:,.0f} cycles for its turn and "
+    f"spends {adding:,.0f} on the part. If its turn comes late, wait 7 is long. A second buffer "
+    "was not measured."
 )
 
 # %%
 
 # Reading
 lab.read(
-    "**Without an order the second pause is shorter,** and a step takes "
+    "**Without an order the second pause is shorter,** and a traced step takes "
     f"{lost:.0f} % fewer cycles"
     + (
         ", but the ladder shows no gain of speed; why, we do not know."
@@ -2764,6 +2785,16 @@ def points_of(rows):
     return points_in_all + (f" ({named(rows)})" if named(rows) else "")
 
 
+def over_two(mask):
+    """How many times as fast one sweep is as two, at the shape of the ladder."""
+    (row,) = (
+        row
+        for row in at_points
+        if (row["head_dim"], row["mask"], row["length"]) == (128, mask, 4096)
+    )
+    return row["in order"] / row["two sweeps"]
+
+
 without = [row["no order"] / row["in order"] - 1 for row in at_points]
 dearest = at_points[max(range(len(without)), key=without.__getitem__)]
 dropped = [
@@ -2814,7 +2845,7 @@ lab.read(
     )
     + ". The dashed line is the fastest library of each row"
     + (
-        ", always FlashAttention, in one of its two modes."
+        ", always FlashAttention, in one of its two modes; cuDNN is in the fold."
         if set(fastest_is) <= {"FlashAttention", *by_mode}
         else "."
     )
@@ -2839,6 +2870,9 @@ SEEN = {  # how each is drawn, the smaller above the larger
 }
 
 
+UNCHOSEN = "one sweep, in order"  # drawn only where the package takes two
+
+
 def of_the_fastest(rows):
     """The share of the fastest library that each has, by point."""
     found = {}
@@ -2852,6 +2886,8 @@ def of_the_fastest(rows):
         best = max((rates.get(name, 0) for name in (*PEERS, FIXED)), default=0)
         if best:
             kept[at] = {n: 100 * rates[n] / best for n in SEEN if n in rates}
+            if chosen(*at, deterministic=True) == "two sweeps" and UNCHOSEN in rates:
+                kept[at][UNCHOSEN] = 100 * rates[UNCHOSEN] / best
     return kept
 
 
@@ -2878,6 +2914,9 @@ def against_the_fastest(axes, rows):
         for name, look in SEEN.items():
             if name in has:
                 axes.scatter(has[name], ys[-1], color=lab.colour(name), **look)
+        if UNCHOSEN in has:
+            ring = {"facecolors": "none", "edgecolors": lab.colour("Kernel Book")}
+            axes.scatter(has[UNCHOSEN], ys[-1], s=64, zorder=5, lw=1.2, **ring)
     for (head_dim, mask), y in heads.items():
         axes.annotate(
             f"head_dim {head_dim}, {mask}", (0, y), (-4, 0), xycoords=("axes fraction", "data"),
@@ -2885,6 +2924,8 @@ def against_the_fastest(axes, rows):
         )  # fmt: skip
     for name, look in SEEN.items():
         axes.scatter([], [], color=lab.colour(name), label=name, **look)
+    ring = {"facecolors": "none", "edgecolors": lab.colour("Kernel Book"), "lw": 1.2}
+    axes.scatter([], [], s=64, label="one sweep", **ring)
     axes.axvline(100, color=muted, linestyle="--", linewidth=1)
     axes.set_yticks(ys, labels)
     least_shown = min(60, axes.get_xlim()[0])
@@ -2908,7 +2949,8 @@ lab.draw(
 lab.read(
     f"**A library is faster at {everywhere} {len(at_points)} points:** Kernel Book has "
     f"{shares_at(128, 64)} of its speed. Against FlashAttention's deterministic mode, which also "
-    f"keeps an order, it is behind at {len(below_theirs)} points and ahead at {len(over_theirs)}."
+    f"keeps an order, it is behind at {len(below_theirs)} points, ahead at {len(over_theirs)}, and "
+    f"level at {len(at_points) - len(below_theirs) - len(over_theirs)}."
     if speed.rows
     else f"{nan}"
 )
@@ -2917,10 +2959,11 @@ lab.read(
 
 # Reading
 lab.read(
-    f"**One sweep in order beats two sweeps** at {verdicts[0]['faster']} points, and loses at "
+    f"**One sweep in order beats two sweeps** at {verdicts[0]['faster']} points (at "
+    f"the ladder's full shape by {over_two('full'):.2f}, in another run), and loses at "
     f"{verdicts[0]['slower']}"
     + (f" ({named(slower)})" if named(slower) else "")
-    + f". Giving the order up gains at {verdicts[1]['faster']} and loses at "
+    + f". Dropping the order gains at {verdicts[1]['faster']} and loses at "
     f"{verdicts[1]['slower']}."
     if speed.rows
     else f"{nan}"
@@ -3108,8 +3151,8 @@ lab.together(
 # Reading
 lab.read(
     f"**One sweep is faster than two at {verdicts[0]['faster']} of {len(at_points)} points,** but "
-    "by less than 7/5. Part of the gap may be the shared sum: it loads shared memory, and the "
-    "matmul units pause while a part is handed over. The fastest library is ahead at "
+    f"by less than 7/5, and slower at {verdicts[0]['slower']}. Part of the gap "
+    "may be the shared sum. The fastest library is ahead at "
     f"{everywhere} {len(at_points)} points."
     if speed.rows
     else f"{nan}"
@@ -3120,8 +3163,8 @@ lab.read(
 # --------
 #
 # **Does it fit?** At head_dim 128, could a program take tiles of 128 queries? Or of 80 or 96, if
-# Gluon allowed them? Count shared memory (227 KiB), and the registers of what a consumer holds, P
-# and dS in 16 bits included, of the 240 that each of its 128 threads has.
+# Gluon allowed them? Count shared memory (227 KiB), and the registers of what a consumer holds
+# before the part, dK, dV, S, dP, and P and dS in 16 bits, of the 240 of each of its 128 threads.
 
 # %%
 

@@ -690,12 +690,7 @@ lab.read(
     "the barriers cannot replace it. "
     + (
         f"Without {others} no run is wrong. This does not show that they can be left out, because "
-        "without them the language promises no order"
-        + (
-            " (this compiler adds the first barrier by itself, as the PTX in the fold shows)."
-            if barriers_left == 1
-            else "."
-        )
+        "without them the language promises no order."
         if unharmed
         else ""
     )
@@ -706,6 +701,12 @@ lab.read(
 # Folded: The kernel of this experiment, all its versions, and their PTX
 lab.together(
     lab.source(locked_sum_kernel),
+    lab.read(
+        "Where the kernel asks for no barrier, this compiler adds the first by itself, as the PTX "
+        "shows."
+    )
+    if barriers_left == 1
+    else None,
     lab.table(
         [
             {
@@ -844,10 +845,9 @@ of_x = 12 * 32768 // most
 many_of = of_ways["partial sums", most]
 allowed = 100 * of_x / (of_x + 16)  # x, dy, dx of float32, without the sums
 lab.read(
-    f"Partial sums are fastest with {best:,} programs of {32768 // best} rows each. "
-    f"With {most:,} programs, 16 of every {of_x + 16} bytes belong to "
-    f"the sums, which alone would allow {allowed:.0f} %, but they reach {many_of:.0f} %. We did "
-    "not measure what takes the rest, nor what makes few programs slow. "
+    f"Partial sums are fastest with {best:,} programs. With the most programs they are slower than "
+    "the bytes of their sums explain (in the fold), and we did not measure what takes the rest, "
+    "nor what makes few programs slow. "
     + (
         f"With 4,096 programs the atomic add is {lead:.0f} points ahead of the partial sums. "
         if lead > 2
@@ -882,7 +882,7 @@ def runs_said(name):
 
 together = ["lock per program"] + ["atomic add"] * ("atomic add" in unlike)
 said = {
-    "lock per program": "under locks (the 64 of the next section)",
+    "lock per program": "under locks",
     "atomic add": "with atomic adds",
 }
 lab.read(
@@ -890,7 +890,7 @@ lab.read(
     "differ "
     + ", ".join(f"in {runs_said(name)} {said[name]}" for name in together)
     + f", and in {runs_said('partial sums')} with partial sums, because a second kernel adds these "
-    "in one order. (Another GPU may take another number of programs and give other bits.)"
+    "in one order."
 )
 
 # %%
@@ -960,22 +960,29 @@ lab.read(
         if atomics > -2
         else ""
     )
-    + "In the book's package, `layer_norm` uses partial sums. At 1,024 "
-    f"columns it launches {narrow:.0f} programs, each of which takes two rows at a time. Their "
-    f"sums, written and read, add {share_of_sums[0]:.1f} % to the bytes of `x`, `dy` and `dx` in "
-    "bfloat16"
-    + (
-        "."
-        if max(share_of_sums) <= share_of_sums[0]
-        else f", and at most {max(share_of_sums):.1f} % up to {max(of_sums, default=0):,} columns."
-    )
+    + "In the book's package, `layer_norm` uses partial sums. In bfloat16 they add at most "
+    f"{max(share_of_sums):.1f} % to the bytes of `x`, `dy` and `dx`, because each program sums "
+    "many rows."
 )
 
 # %%
 
-# Folded: Evidence: a hundred runs, and the size of the buffers
+# Folded: Evidence: the bytes of many programs, a hundred runs, and the size of the buffers
 lab.together(
+    lab.read(
+        f"In the figure, with {most:,} programs, 16 of every {of_x + 16} bytes belong to the sums. "
+        f"These bytes alone would allow {allowed:.0f} %, but partial sums reach {many_of:.0f} %. "
+        f"With {best:,} programs each sums {32768 // best} rows."
+    ),
+    lab.read(
+        "The hundred runs under locks are those of the kernel of the next section, with 64 locks. "
+        "Another GPU may take another number of programs and give other bits."
+    ),
     differ,
+    lab.read(
+        f"At 1,024 columns `layer_norm` launches {narrow:.0f} programs, each of which takes two "
+        "rows at a time."
+    ),
     lab.table(
         [
             {
@@ -1126,8 +1133,9 @@ at_once = {
 change = {row["way"]: row for row in changes.rows}
 apart = (
     "The figure does not show how much of this is due to loading ahead, which only a program with "
-    "a next tile can do. "
+    "a next tile can do."
 )
+gains, alone = [nan], nan
 if change:
     gains = [
         100 * (change[way]["once"] / change[way]["once, nothing loaded ahead"] - 1)
@@ -1135,9 +1143,9 @@ if change:
     ]
     apart = (
         "Most of this comes from summing many rows, because loading ahead, which only a program "
-        f"with a next tile can do, adds only {min(gains):.0f} to {max(gains):.0f} % (one change at "
-        "a time, in the fold). "
+        f"with a next tile can do, adds only {max(gains):.0f} % or less (in the fold)."
     )
+    alone = change["one lock"]["once"]
 behind = {
     n: round(ours) - round(locks)
     for n, (ours, locks) in at_once.items()
@@ -1148,18 +1156,24 @@ tile_lock, tile_sums = (
 )
 lab.read(
     f"At 1,024 columns, handing over once instead of every tile makes the locks {of_lock:.0f} "
-    f"times as fast, and partial sums {of_sums_alone:.0f} times. {apart}The lock matters less: "
-    f"handing over once, 64 locks are {behind.get(1024, nan)} points behind partial sums, and at "
-    f"8,192 columns {behind.get(8192, nan)}. "
+    f"times as fast, and partial sums {of_sums_alone:.0f} times. {apart}"
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"The lock matters less: handing over once, 64 locks are {behind.get(1024, nan)} points behind "
+    f"partial sums, and at 8,192 columns {behind.get(8192, nan)}. "
     + (
         "Handing over every tile, the locks even win there; we did not measure why. "
         if tile_lock > tile_sums + 1
         else ""
     )
     + (
-        f"But with a single lock this kernel reaches only {change['one lock']['once']:.0f} % at "
-        "1,024 columns, so locks cost little only where they are many and rarely taken."
-        if change
+        "But a single lock is slow even if each program takes it once (in the fold), so locks cost "
+        "little only where they are many and rarely taken."
+        if alone < race_share["lock per program", 1024] / 2
         else ""
     )
 )
@@ -1168,6 +1182,13 @@ lab.read(
 
 # Folded: The operator's kernels whole, and one change at a time
 lab.together(
+    lab.read(
+        f"Loading ahead makes handing over once {min(gains):.0f} to {max(gains):.0f} % faster with "
+        "64 locks and with partial sums. With a single lock this kernel reaches only "
+        f"{alone:.0f} % of a copy."
+    )
+    if change
+    else None,
     lab.table(
         changes.rows,
         "bfloat16, 1,024 columns, % of a copy; timed on its own, so that a number can differ from "
@@ -1198,9 +1219,9 @@ lab.together(
 # ------------
 #
 # All gradients are compared with float64. Their error may be at most twice PyTorch's own, or one
-# unit in the last place (:term:`ulp`). In float32 ``dx`` may have four times PyTorch's error,
-# because the hardware's reciprocal square root may be wrong by two units in the last place, and
-# ``dw`` and ``db`` eight times, because the error of a sum over many rows depends on its order.
+# unit in the last place (:term:`ulp`). In float32 a larger error is allowed, because the
+# hardware's reciprocal square root and the order of a long sum cost accuracy; the fold tells by how
+# much.
 
 
 # Measuring
@@ -1263,6 +1284,11 @@ lab.read(f"`layer_norm`{first.rstrip('.')}.")
 # Folded: All checks, and those with a lock
 lab.together(
     lab.read(
+        "In float32 `dx` may have four times PyTorch's error, because the hardware's reciprocal "
+        "square root may be wrong by two units in the last place, and `dw` and `db` eight times, "
+        "because the error of a sum over many rows depends on its order."
+    ),
+    lab.read(
         "The lock is not part of the public function, so its check calls the layer below; it "
         "allows `dx` as much as `dw` and `db`."
     ),
@@ -1275,11 +1301,8 @@ lab.together(
 # ---------------
 #
 # The whole backward pass is timed beside ``F.layer_norm`` in PyTorch and compiled, and beside Liger
-# and quack, two libraries of open-source kernels. All are called through autograd, except quack,
-# whose backward kernels are called directly with a float32 weight. The host's time counts for none
-# of them. 100 % is again the bytes per second of a copy, which moves :math:`2 N` where the backward
-# pass moves :math:`3 N`. There are 32,768 rows, or fewer where these would hold more than
-# :math:`2^{27}` numbers.
+# and quack, two libraries of open-source kernels. The host's time counts for none of them. 100 % is
+# again the bytes per second of a copy.
 
 
 # Measuring
@@ -1361,20 +1384,28 @@ each = [
     for (library, dtype), found in by_library.items()
 ]
 lab.read(
-    f"{backward.summary(**in_dtypes[0])} In float32 it reaches {min(in_float32):.0f} % to "
-    f"{max(in_float32):.0f} %. "
+    f"{backward.summary(**in_dtypes[0])} "
     + (
-        f"In {len(losses)} of the {len(backward.points)} cases a library is ahead by more than "
-        f"1 %: {'; '.join(each)}."
+        f"In {len(losses)} of the {len(backward.points)} cases in bfloat16 and float32 a library "
+        f"is ahead by more than 1 %: {'; '.join(each)}."
         if losses
-        else "In neither is a library ahead by more than 1 %."
+        else "In neither bfloat16 nor float32 is a library ahead by more than 1 %."
     )
 )
 
 # %%
 
-# Folded: Backward in float32
-lab.plot(backward, "Backward, float32", share=True, where={"dtype": "float32"})
+# Folded: Backward in float32, and how all were called
+lab.together(
+    lab.plot(backward, "Backward, float32", share=True, where={"dtype": "float32"}),
+    lab.read(
+        f"In float32 the kernel reaches {min(in_float32):.0f} % to {max(in_float32):.0f} % of a "
+        "copy. All are called through autograd, except quack, whose backward kernels are called "
+        "directly with a float32 weight. A copy moves two numbers per element where the backward "
+        "pass moves three. There are 32,768 rows, or fewer where these would hold more than "
+        f"{2**27:,} numbers."
+    ),
+)
 
 # %%
 # Wide rows
@@ -1387,8 +1418,8 @@ drop = [
     for n in (8192, 16384, 32768)
 ]
 lab.read(
-    f"In bfloat16 our line falls from {drop[0]:.0f} % at 8,192 columns to {drop[1]:.0f} % at "
-    f"16,384 and {drop[2]:.0f} % at 32,768, and this section looks for the cause."
+    f"In bfloat16 our line falls from {drop[0]:.0f} % at 8,192 columns to {drop[2]:.0f} % at "
+    "32,768, and this section looks for the cause."
 ) if not drop[2] >= drop[1] - 5 else None
 
 # %%
@@ -1401,8 +1432,7 @@ lab.read(
 #
 # So shared rows may be slow because programs wait, or because less is loaded ahead. In the last
 # line of the table the same kernel runs on rows of 2,048 columns, so that each part is a row of its
-# own, and nobody waits. (The table was timed on its own, without the second kernel, and
-# differs a little from the figure.)
+# own, and nobody waits.
 
 
 # Measuring
@@ -1464,7 +1494,7 @@ lab.table(
 # Reading
 def ahead_said():
     speeds = [row["% of a copy"] for row in ahead.rows] or [nan] * 7
-    three, none, packed, _, _, four, alone = speeds
+    three, none, _, _, _, four, alone = speeds
     said = (
         f"Waiting costs {alone - four:.0f} points: parts that are rows of their own reach "
         f"{alone:.0f} %. "
@@ -1473,18 +1503,11 @@ def ahead_said():
         "than shared rows. "
     )
     if three - none >= 10:
-        said += f"Loading nothing ahead costs whole rows {three - none:.0f} points"
         said += (
-            ", and packed rows, which load nothing ahead either, are only "
-            f"{three - packed:.0f} points behind. "
-            if packed >= none
-            else ". "
-        )
-        said += (
-            "But even without loads ahead whole rows are faster than shared rows, so something "
-            "else holds these back, and what it is remains open. "
+            "Loading less ahead does not explain it alone, because even without loads ahead whole "
+            "rows are faster than shared rows, and what else holds these back remains open. "
             if none > four
-            else ""
+            else f"Loading nothing ahead costs whole rows {three - none:.0f} points. "
         )
     quack = 100 * backward.share("quack", dtype="float32", columns=16384)
     ours = 100 * backward.share("Kernel Book", dtype="float32", columns=16384)
@@ -1494,6 +1517,16 @@ def ahead_said():
             f"columns, where our shared rows reach {ours:.0f} %."
         )
     return said
+
+
+def packed_said():
+    three, none, packed = [row["% of a copy"] for row in ahead.rows][:3]
+    return (
+        f"Loading nothing ahead costs whole rows {three - none:.0f} points. Packed rows, which "
+        f"load nothing ahead either and are not shared, are {three - packed:.0f} points behind "
+        "whole rows. The table was timed on its own, without the second kernel, and differs a "
+        "little from the figure."
+    )
 
 
 lab.read(ahead_said())
@@ -1545,6 +1578,7 @@ compiled = lab.facts(
 # Folded: The split kernel whole, more programs per SM, and what the compiler made of it
 lab.together(
     lab.source(split_bwd_kernel),
+    lab.read(packed_said()) if ahead.rows else None,
     lab.table(
         changed_rows,
         "All that was measured. More programs per SM bring more loads ahead and more threads at "

@@ -4,7 +4,7 @@ Measuring a kernel
 
 Time one call of one kernel in five ways and you get five times, and some of them are not times of
 the kernel at all. *Which way measures the kernel, how far can its number be trusted, and
-what makes the same kernel several times as slow?*
+what can make the same kernel several times slower?*
 
 You will learn
 
@@ -284,19 +284,26 @@ added = [
     for found in (large, small)
 ]
 lab.read(
-    f"`clock_and_wait` and two events without a pause show {min(added):.0f} to {max(added):.0f} µs "
-    "more than events after a pause, for the large softmax as for the small one. The difference is "
-    "the host's, because it is gone when the host works during a pause."
+    f"`clock` gives the large softmax {large['clock']:.1f} µs of the {large[best]:.1f} that it "
+    "takes"
+    + (
+        ", and the small one more than the large. "
+        if small["clock"] > large["clock"]
+        else ". "
+    )
+    + "`clock_and_wait` and two events without a pause show "
+    f"{min(added):.0f} to {max(added):.0f} µs more than events after a pause, for both. "
+    "The difference is the host's: it is gone when the host works during a pause."
 )
 
 # %%
 
 # Reading
 lab.read(
-    f"Of the small softmax only {small[best]:.1f} µs are left in the fifth way. Two events with "
-    f"nothing between them are {nothing[best]:.1f} µs apart already (see the fold), and we do not "
-    "subtract these, because a kernel may overlap its events. So read a time below some 20 µs as "
-    "an upper bound."
+    f"The small softmax shrinks from {small['clock and wait']:.1f} µs to {small[best]:.1f} in "
+    f"the fifth way. Two events with nothing between them are {nothing[best]:.1f} µs apart already "
+    "(see the fold). We do not subtract these, because a kernel may overlap its events. So read a "
+    "time below some 20 µs as an upper bound."
 )
 
 # %%
@@ -304,7 +311,7 @@ lab.read(
 # waits for one answer waits for the host too, and ``clock_and_wait`` is then the honest way.
 #
 # **Is it right?** A kernel that does half of the work is fast. So before you time one, compare it
-# with float64 under a stated tolerance, as in the fold below.
+# with float64 under a stated tolerance, and keep its sums in float32 (the fold shows both).
 
 
 # %%
@@ -360,19 +367,15 @@ assert by_way["float16", "float32"] == by_way["float16, cast first", "float32"]
 
 # %%
 
-# Reading
-lab.read(
-    "A common error is a sum in too few bits. Add 0.01 a thousand times: the accumulator, which "
-    f"holds the sum, ends at {float(by_way['bfloat16', 'bfloat16']):.0f} instead of 10 if it is in "
-    f"bfloat16, and at {by_way['bfloat16', 'float32']} in float32, because 0.01 in bfloat16 is "
-    f"{torch.tensor(0.01, dtype=torch.bfloat16).item():.5f}. So numbers may be stored in 16 bits, "
-    "but sums belong in 32."
-)
-
-# %%
-
 # Folded: Why 0.01, added a thousand times, makes 4, and the errors of softmax and dropout
 lab.together(
+    lab.read(
+        "A common error is a sum in too few bits. Add 0.01 a thousand times: the accumulator, "
+        f"which holds the sum, ends at {float(by_way['bfloat16', 'bfloat16']):.0f} instead of 10 "
+        f"if it is in bfloat16, and at {by_way['bfloat16', 'float32']} in float32, because 0.01 in "
+        f"bfloat16 is {torch.tensor(0.01, dtype=torch.bfloat16).item():.5f}. So numbers may be "
+        "stored in 16 bits, but sums belong in 32."
+    ),
     lab.source(sum_of_1000),
     lab.table(rows, "0.01, added a thousand times"),
     lab.read(
@@ -394,8 +397,8 @@ lab.together(
 # Pay the host once: CUDA graphs
 # ------------------------------
 #
-# A small kernel costs more on the host than on the GPU, because each call takes tens of
-# microseconds of Python, which checks arguments, allocates the output and launches the kernel.
+# A small kernel costs more on the host than on the GPU: each call takes tens of microseconds of
+# Python, which checks arguments, allocates the output and launches the kernel.
 
 
 # Measuring
@@ -660,9 +663,9 @@ lab.read(
 # The first calls
 # ---------------
 #
-# A call can take seconds and say nothing about the kernel, because the first call compiles. We time
+# A call can take seconds and say nothing about the kernel: the first one compiles. We time
 # four functions from their first call to their tenth: softmax's kernel; dropout's, chosen from nine
-# configurations (:term:`autotuning`); a softmax under ``torch.compile``; and a matmul of
+# configurations (:term:`autotuning`); softmax under ``torch.compile``; and a matmul of
 # :term:`cuBLAS`. Guess: which first call takes longest?
 
 CALLS = (1, 2, 3, 10)
@@ -712,10 +715,10 @@ first = lab.measure("Milliseconds of the first calls", first_calls)
 
 # Measuring
 NAMES = {
-    "Triton": "a Triton kernel",
-    "Triton, autotuned": "one of nine, autotuned",
-    "torch.compile": "torch.compile",
-    "matmul": "matmul",
+    "Triton": "softmax",
+    "Triton, autotuned": "dropout, autotuned",
+    "torch.compile": "softmax, torch.compile",
+    "matmul": "matmul, cuBLAS",
 }
 lab.table(
     [
@@ -740,7 +743,7 @@ slowest_first = max(NAMES, key=lambda name: times[name][0])
 ratio_of_first = times[slowest_first][0] / times[slowest_first][-1]
 lab.read(
     (
-        "Autotuning takes longest, because it compiles and times nine kernels: "
+        "Autotuning takes longest, as it compiles and times nine kernels: "
         if slowest_first == "Triton, autotuned"
         else f"The longest first call is that of {NAMES[slowest_first]}: "
     )
@@ -755,12 +758,12 @@ lab.read(
 lab.read(
     "So warm up with several calls"
     + (
-        ", because the second is still slower than the tenth,"
+        ": the second is still slower than the tenth"
         if all(found[1] > 1.1 * found[-1] for found in times.values())
         else ""
     )
-    + " and with the same shapes, dtypes and options, because a change of any can cause another "
-    "compilation, or the choice of another kernel."
+    + ". Use the same shapes, dtypes and options, since changing any of them can compile or choose "
+    "another kernel."
 )
 
 # %%
@@ -826,7 +829,7 @@ def two_lines(axes, rows):
     axes.xaxis.set_major_formatter(lambda mib, _: f"{mib:,.0f}")
     axes.yaxis.set_major_formatter(lambda speed, _: f"{speed:,.0f}")
     axes.set(
-        xlabel="MiB, read and written", ylabel="GB/s, by events after a pause", ylim=0
+        xlabel="MiB, read plus written", ylabel="GB/s, by events after a pause", ylim=0
     )
 
 
@@ -843,18 +846,25 @@ gain = {mib: warm[mib] / unwarmed[mib] for mib in warm}
 most, last = max(gain, key=gain.get), max(warm)
 l2 = cell(by_size, last, "L2, MiB")
 fits = next((mib for mib in gain if most < mib < l2), most)  # and yet gains less
+alike = next(
+    (mib for mib in gain if all(gain[m] < 1.01 for m in gain if m >= mib)), last
+)
 lab.read(
     f"The cache helps most at {most:,} MiB, by a factor of {gain[most]:.2f}, "
-    + (f"less at {fits:,} MiB, which would fit, " if gain[fits] < gain[most] else "")
+    + (
+        f"less at {fits:,} MiB, which would fit (we do not know why), "
+        if gain[fits] < gain[most]
+        else ""
+    )
     + f"and hardly at {last:,} MiB, which no cache holds. So a benchmark without a flush is right "
-    "for large inputs and too fast for small ones, unless your program leaves them in the cache."
+    f"from {alike:,} MiB on and too fast below, unless your program leaves the input in the cache."
 )
 
 # %%
 # Ready-made loops
 # ----------------
 #
-# You need not write a loop, because Triton and PyTorch have some. They differ in whether they keep
+# You need not write a loop: Triton and PyTorch have some. They differ in whether they keep
 # the host and the cache out of a time. We time three softmaxes in each.
 
 
@@ -958,12 +968,20 @@ flushed, by_book, by_events, by_timer = map(
     ("do_bench", "this book's", "events around a loop", "torch.utils.benchmark"),
 )
 by_the_host = by_events + by_timer
+in_graph = found_by("do_bench_cudagraph")[1]
+by_graph = 2 * 2 * 2048 * 4096 / in_graph / 1e3  # read and written, in 16 bits
 spans = numpy.ceil(100 * (max(all_large) / min(all_large) - 1))
 lab.read(
     f"On the large input all agree within {spans:.0f} %. On the others, the first two loops show "
     f"{min(by_the_host):.0f} to {max(by_the_host):.0f} µs for both, because they "
-    "run at the pace of the host. `do_bench_cudagraph` shows the least, because it has neither a "
-    "flush nor an event between two runs."
+    "run at the pace of the host. `do_bench_cudagraph` shows the least: no flush, and no event "
+    "between two runs."
+    + (
+        f" Its {in_graph:.1f} µs would be {by_graph:,.0f} GB/s, where no copy above passed "
+        f"{max(warm.values()):,}: much of this came from the cache."
+        if by_graph > 1.1 * max(warm.values())
+        else ""
+    )
 )
 
 # %%
@@ -975,8 +993,8 @@ agree = any(  # is do_bench right for one of the inputs?
 )
 lab.read(
     (
-        "So Triton's `do_bench`, with `return_mode='median'`, will do where a launch takes less "
-        "time than its flush, because the host queues the kernel meanwhile. If your call keeps the "
+        "So Triton's `do_bench`, with `return_mode='median'`, will do if a launch is shorter "
+        "than its flush, which then serves as the pause. If your call keeps the "
         "host longer, use `gpu_time`. "
         if agree
         else "So take `gpu_time`, because `do_bench` was off for each of these inputs. "
@@ -1017,9 +1035,9 @@ lab.together(
 # ----------------
 #
 # The same kernel can be slower at the end of a long job, because a GPU lowers its clocks when it
-# would otherwise exceed its *power limit*. We time four kernels after a rest, and again on a GPU
-# that we kept busy. Guess which suffers most: a matmul of random numbers or of zeros, or a copy of
-# random numbers or of ones?
+# would otherwise exceed its *power limit*. We time four kernels after 0.4 seconds of rest, and
+# again on a GPU kept busy for as long. Guess which suffers most: a matmul of random numbers or of
+# zeros, or a copy of random numbers or of ones?
 
 
 # Measuring
@@ -1147,6 +1165,10 @@ def load_bars(axes, rows):
         if "slower, most, %" in row:  # from the least of the turns to the most
             ends = row["slower, least, %"], row["slower, most, %"]
             axes.plot(ends, [place] * 2, "|-", color="#1f2328", linewidth=1)
+            if row["slower, %"] < 0:  # its number stands left of it, where the bar goes
+                axes.texts[place].xy = min(ends), place
+                axes.texts[place].set(position=(-6, 0), ha="right")
+                axes.set_xlim(left=min(2 * min(ends), axes.get_xlim()[0]))
     names = [
         f"{row['work']}\n{row['power, W']:.0f} W, "
         + (f"{row['rested, MHz']:,} to " if "rested, MHz" in row else "")
@@ -1217,16 +1239,23 @@ def clock_falls(name):
 reason = works[names[0]].get("reason", "not readable")
 by_clock = 100 * (from_mhz[names[0]] / to_mhz[names[0]] - 1)
 falls = clock_falls(names[0])
+low = watts[names[1]] < 0.9 * watts[names[0]]
 lab.read(
     f"On a busy GPU the matmul of random numbers takes {slower[names[0]]:.1f} % longer"
     + (", and its clock falls" if falls else "")
     + (
-        f", because the GPU draws nearly its limit of {limit[names[0]]:.0f} W: `nvidia-smi` names "
-        "the power cap."
+        f", presumably because the GPU draws nearly its limit of {limit[names[0]]:.0f} W: "
+        "`nvidia-smi` gives the power cap as the reason."
         if falls and "power cap" in reason and watts[names[0]] > 0.95 * limit[names[0]]
         else f", for which `nvidia-smi` gives the reason “{reason}”."
         if falls and reason not in ("not readable", "none")
         else "."
+    )
+    + (
+        f" The matmul of zeros takes {slower[names[1]]:.1f} % longer too, at only "
+        f"{watts[names[1]]:.0f} W" + ", and there we do not know why (see the fold)."
+        if low and clock_falls(names[1])
+        else ""
     )
     + (
         " The copies do not slow down."
@@ -1238,21 +1267,15 @@ lab.read(
 # %%
 
 # Reading
-low = watts[names[1]] < 0.9 * watts[names[0]]
 lab.read(
-    f"Busy with zeros, the same matmul takes {100 * (1 - zeros / random):.0f} % less time"
+    f"On a busy GPU, zeros take {100 * (1 - zeros / random):.0f} % less time than random numbers"
     + (
-        " and far less power, presumably because bits that do not change cost little"
+        ", and far less power, presumably because bits that do not change cost little"
         if low
         else ""
     )
     + ". So **never time a matmul on zeros**, or on memory that nobody has filled, and read the "
     "clock beside a time, with `nvidia-smi -q -d CLOCK,PERFORMANCE`."
-    + (
-        " Some of what the clocks did we cannot explain (see the fold)."
-        if by_clock > slower[names[0]] + 3 or (low and clock_falls(names[1]))
-        else ""
-    )
     if random > 1.02 * zeros
     else f"The busy matmul takes {random:,.0f} µs on random numbers and {zeros:,.0f} on zeros, so "
     "that on this machine the numbers hardly matter. To see whether a clock falls, and why, ask "
@@ -1409,11 +1432,14 @@ by_median = [strays(n) if spread.rows else nan for n in SAMPLES]
 
 # Reading
 times = at_most(spread.rows) or dict.fromkeys((50, 80, 100), nan)
+mean = numpy.trapezoid(list(times.values()), list(times)) / 100  # by the percentiles
+above = 100 * (mean / times[50] - 1)
 beyond = {share: 100 * (times[share] / times[50] - 1) for share in (80, 100)}
 lab.read(
-    "Slow runs pull the mean up, but hardly the median, so this book reports the median, **p50**, "
-    "and shows the spread as the band from **p20** to **p80**. More runs make a median surer: "
-    f"that of {SAMPLES[0]} runs is nearly always within {by_median[0]:.1f} % of that of all, and "
+    f"Slow runs pull the mean up, here to {above:.1f} % above the median, so this book reports the "
+    "median, **p50**, and shows the spread as the band from **p20** to **p80**. More runs make a "
+    f"median surer: that of {SAMPLES[0]} runs is within {by_median[0]:.1f} % of that of all in 95 "
+    "of 100 samples, and "
     f"that of {SAMPLES[1]}, the most in this book, within {by_median[1]:.1f} %."
 )
 
@@ -1568,8 +1594,7 @@ lab.together(
     lab.read(
         f"One run in five takes at least {beyond[80]:.1f} % longer than the median, and the "
         f"slowest {beyond[100]:.0f} %. The dots are placed by {len(PERCENT)} recorded percentiles "
-        "of the runs, from which we also drew the samples for the medians; “nearly always” is in "
-        "95 of 100 samples."
+        "of the runs, from which we also took the mean, and drew the samples for the medians."
     ),
     lab.read(
         f"The book's loop makes {ROUNDS} rounds of {MOST_REPEATS} runs, or of {REPEAT_MS} "
@@ -1610,8 +1635,8 @@ lab.together(
 #
 # Let a kernel move :math:`Q` bytes and do :math:`W` floating-point operations (FLOPs),
 # on a GPU that can move :math:`\beta` bytes and do :math:`\pi` FLOPs per second. Its time :math:`T`
-# is at least that of each alone, so its speed :math:`P = W / T` has a ceiling that depends only on
-# its :term:`arithmetic intensity` :math:`I = W / Q`:
+# is at least that of the slower of the two, so on one GPU its speed :math:`P = W / T` has a ceiling
+# set by its :term:`arithmetic intensity` :math:`I = W / Q`:
 #
 # .. math::
 #
@@ -1785,10 +1810,11 @@ def roofline(axes, rows):
         axes.annotate(words, (place, height), (6, 0), color=grey, fontsize=10, **near)
     axes.annotate("copy", (20, 20 * beta), (-9, 5), color=grey, ha="right", **near)
     axes.annotate("matmul", (pi / beta, pi), (6, -9), color=grey, **near)
-    axes.annotate(
-        "weighted sum, dropout,\nsoftmax, layer norm,\nforward and backward",
-        (1.6, 1.6 * beta), (12, -30), color=grey, fontsize=10, **near,
-    )  # fmt: skip
+    for line, family in enumerate(("layer norm", "softmax", "weighted sum", "dropout")):
+        axes.annotate(
+            family, (4, 1.6 * beta), (0, -14 * line - 6), color=lab.colour(family),
+            fontsize=10, **near,
+        )  # fmt: skip
     for marker, label in LOOKS.values():
         hollow = {"markerfacecolor": "none"} if marker == "s" else {}
         axes.plot([], [], marker, color=grey, label=label, **hollow)
@@ -1805,11 +1831,13 @@ def roofline(axes, rows):
         hollow = {"markerfacecolor": "none"} if kind == "back" else {}
         ink = lab.colour(family)
         axes.plot(*point, LOOKS[kind][0], color=ink, ms=6, **hollow)
-        if name == "attention":
-            axes.annotate(
-                "attention, forward,\nbackward, in FP8", point, (0, -26), ha="center",
-                color=ink, fontsize=10, **near,
-            )  # fmt: skip
+        if family == "attention":
+            words, way, aside = {
+                "": ("attention,\nforward", (0, -22), "center"),
+                "back": ("backward", (-8, -13), "left"),
+                "in FP8": ("in FP8", (8, 4), "left"),
+            }[kind]
+            axes.annotate(words, point, way, ha=aside, color=ink, fontsize=10, **near)
     axes.set(
         xlabel="FLOPs per byte", ylabel="TFLOP/s", xlim=(left, right), ylim=(0.3, 3000)
     )
@@ -1852,7 +1880,10 @@ def shares(axes, rows):
     left = sum(waits_for(points) == "memory" for points in found.values())
     axes.axhline(left - 0.5, color=lab.colour("copy"), linewidth=0.8)
     for place, text in ((0, "roof: a copy"), (left, "roof: a matmul")):
-        axes.text(2, place, text, va="center", fontsize=10, color=lab.colour("copy"))
+        axes.text(
+            2, place, text, va="center", fontsize=10, color=lab.colour("copy"),
+            bbox={"facecolor": axes.get_facecolor(), "edgecolor": "none", "pad": 1},
+        )  # fmt: skip
     axes.set_yticks(range(len(found)), list(found))
     axes.set(xlabel="% of the roof", xlim=0)
     axes.grid(axis="y", visible=False)
@@ -1973,7 +2004,8 @@ lab.together(
 # thread only 32 :term:`registers <register>`. If a thread needs more, the compiler must
 # :term:`spill` values to memory and read them back.
 #
-# **Ask the compiler.** A launch returns the compiled kernel, which knows its registers and spills:
+# **Ask the compiler.** A launch returns the compiled kernel, which knows its registers and spills,
+# both per thread:
 #
 # .. code-block:: python
 #
@@ -2032,12 +2064,14 @@ limited = lab.bench(
 
 # %%
 
+per_row = {row["case"]: row["spills"] * 32 * row["warps"] for row in facts.rows}
 lab.table(
     [
         {
             "limit": row["case"].replace("Kernel Book", "no limit"),
             "registers": row["registers"],
-            "spills": row["spills"],
+            "spills per thread": row["spills"],
+            "spills per row": f"{per_row[row['case']]:,}",
             "µs": f"{1e3 * limited.milliseconds_at(row['case']):.0f}",
             "% of a copy": round(100 * limited.share(row["case"])),
         }
@@ -2061,6 +2095,7 @@ untouched, tight, spread_out = (
     100 * limited.share(name)
     for name in ("Kernel Book", "32 registers", "32 registers, 4 warps")
 )
+rises = sorted(per_row, key=per_row.get) == sorted(per_row, key=limited.milliseconds_at)
 lab.read(
     (
         f"With 32 registers instead of {needs:.0f} the kernel takes {untouched / tight:.1f} times "
@@ -2070,7 +2105,8 @@ lab.read(
         "fast all the same. "
     )
     + (
-        "More warps help under the same limit, because each thread then holds fewer values."
+        "Four warps help under the same limit: each thread holds fewer values."
+        + (" The time rises with the spills per row." if rises else "")
         if spread_out > 1.05 * tight
         else "More warps do not help."
     )
@@ -2339,9 +2375,16 @@ read, twice, written = (
     count("read from HBM", "online") / 1e6,
     count("written to HBM") / 1e6,
 )
+writes = (
+    ", and writes a little less (see the fold)"
+    if written < 0.98 * paper
+    else " and writes no more"
+    if written < 1.02 * paper
+    else f", and writes {written:.0f} MB"
+)
 by_row = (
-    "`row` moves no more than it must on paper. It keeps HBM busy at "
-    f"{count('HBM, of its peak'):.0f} %, which is as good as full, because `row` came to "
+    f"`row` reads what it must on paper{writes}. It keeps HBM busy at "
+    f"{count('HBM, of its peak'):.0f} %, which is as good as full: `row` came to "
     f"{untouched:.0f} % of a copy above. So it waits for memory, as its place on the roofline says."
     if read < 1.02 * paper
     else f"`row` reads {read:.0f} MB from HBM, where {paper:.0f} would do."
@@ -2353,7 +2396,12 @@ by_online = (
 )
 if "absent" in counts:
     by_row = f"On this machine they could not be read: {counted.rows[0]['counter']}."
-lab.together(lab.read(by_row), None if "absent" in counts else lab.read(by_online))
+lab.read(by_row)
+
+# %%
+
+# Reading
+None if "absent" in counts else lab.read(by_online)
 
 # %%
 
@@ -2420,8 +2468,8 @@ lab.together(
 )
 
 # %%
-# So four numbers, beside those on paper, tell where to search. As a rule of thumb, busy means above
-# 60 % of the peak.
+# So four numbers, beside those on paper, tell where to search. As a rule of thumb, :term:`HBM` or
+# an :term:`SM` is busy above 60 % of its peak.
 #
 # - *HBM above 80 %, and its bytes as on paper:* the kernel is near its roof. Move fewer bytes.
 # - *HBM busy with more bytes than on paper:* spills, a second read that no cache catches, or
@@ -2442,14 +2490,12 @@ lab.together(
 #   event.
 # - *Faster than the memory:* the input was in the cache. Flush the L2 before each run.
 # - *Seconds, at first:* that is compilation. Warm up with the same shapes, dtypes and options.
-# - *Another time at every run:* take the median of more runs.
-# - *Another time after another kernel:* that may be the clock. Shuffle the order, and run an A/A
-#   test.
+# - *A different time on every run:* take the median of more runs.
+# - *A different time after a different kernel:* that may be the clock. Shuffle the order, and run
+#   an A/A test.
 # - *The GPU waits for the host:* replay a CUDA graph, if shapes and addresses stay the same.
 # - *Far below its roof:* print ``n_regs`` and ``n_spills``, then compare the bytes of ``ncu`` with
 #   those on paper.
-#
-# The next chapter, :doc:`/chapters/dropout`, is timed in this way.
 #
 # Exercises
 # ---------

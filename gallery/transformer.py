@@ -101,7 +101,7 @@ lab.source(decoder.Block.forward)
 # ``attend`` makes q, k and v by one matmul, splits each into its heads, and joins the heads again
 # after attention. ``feed_forward`` is ``down(gelu(up(x)))``.
 #
-# **A layer is four linear layers, whose matmuls we leave to cuBLAS, and between them operators that
+# **A layer has four matmuls with weights, which we leave to cuBLAS, and between them operators that
 # we can replace.** Of the five sizes that CS336 trains we follow *large*: 36 layers, a ``d_model``
 # of 1,280 in 20 heads of 64 numbers, a feed-forward width of 5,120, and a batch of 4 sequences.
 
@@ -129,7 +129,7 @@ def parameters(size, context=CONTEXT):
 
 # %%
 
-# Folded: How large are the five sizes, and how does the model look whole?
+# Folded: How large are the five sizes, and what does the whole model look like?
 lab.together(
     lab.table(
         [
@@ -182,7 +182,7 @@ lab.together(
 #    print(1e3 * (time.perf_counter() - begin), "ms")
 #
 # We follow the step in float32 and under ``torch.autocast``, which runs the matmuls in bfloat16; we
-# call it *bfloat16* below. Unless another is named, the model is *large* at a context of 1,024.
+# call it *bfloat16* below. Unless we say otherwise, the model is *large* at a context of 1,024.
 
 # %%
 
@@ -610,10 +610,11 @@ products = {dtype: in_groups(dtype, ["matmul"]) for dtype in DTYPES}
 casts = {dtype: in_groups(dtype, [CASTS]) for dtype in DTYPES}
 all_kernels = {dtype: in_groups(dtype, ["kernels"]) for dtype in DTYPES}
 lab.read(
-    f"Autocast shortens the kernels of a step from {all_kernels['float32']:.0f} ms to "
-    f"{all_kernels['bfloat16']:.0f}, because the matmuls now run on the matrix units and are "
+    f"The kernels of a step take {all_kernels['float32']:.0f} ms in float32. Autocast makes them "
+    f"{all_kernels['float32'] / all_kernels['bfloat16']:.1f} times as fast, because the matmuls "
+    "now run on the matrix units, "
     f"{products['float32'] / products['bfloat16']:.0f} times as fast. (TF32 stayed off, "
-    "which is PyTorch's default.) "
+    "PyTorch's default.) "
     f"**Now matmuls are only {in_step['bfloat16']:.0f} % of the time. Most of the rest moves "
     "bytes.**"
 )
@@ -883,7 +884,7 @@ lab.read(
             if by_tensor[where_cast] > 0.6 * in_all
             else "**They belong to several tensors**, and to the table of scores "
         )
-        + f"{by_tensor[where_cast]:.1f} ms, which attention without a table should save."
+        + f"{by_tensor[where_cast]:.1f} ms."
         if cast_ms.rows
         else "In float32, where nothing is cast, copies alone take "
         f"{casts['float32']:.1f}; in bfloat16 they move half the bytes, so at least "
@@ -1135,8 +1136,8 @@ KEPT_INKS = {
 KEPT_AT = {  # the bars, by their labels
     "context 256": (256, "float32"),
     "context 1,024": (1024, "float32"),
-    "autocast, 1,024": (1024, "bfloat16"),
     "context 4,096": (4096, "float32"),
+    "autocast, 1,024": (1024, "bfloat16"),
 }
 
 
@@ -1163,7 +1164,11 @@ def kept_in_layer(context, dtype="float32"):
 
 def kept_bars(axes):
     axes.grid(axis="y", visible=False)
-    for place, where in enumerate(KEPT_AT.values()):
+    places = [
+        place + 0.4 * (dtype != "float32")
+        for place, (_, dtype) in enumerate(KEPT_AT.values())
+    ]
+    for place, where in zip(places, KEPT_AT.values(), strict=True):
         found = kept_in_layer(*where)
         total, reached = sum(found.values()), 0
         for term, ink in KEPT_INKS.items():
@@ -1182,7 +1187,7 @@ def kept_bars(axes):
                 )
             reached += share
         beside(axes, 100, place, f"{total / 2**20:,.0f} MiB")
-    axes.set_yticks(range(len(KEPT_AT)), list(KEPT_AT))
+    axes.set_yticks(places, list(KEPT_AT))
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.set_xlim(0, 124)
@@ -1240,12 +1245,17 @@ in_tables = (
     kept_on_paper(SIZES["large"], BATCH, CONTEXT, "bfloat16")
     - kept_on_paper(SIZES["large"], BATCH, CONTEXT, "bfloat16", squares=False)
 ) / 2**30
+kept_mib = {
+    dtype: sum(kept_in_layer(CONTEXT, dtype).values()) / 2**20 for dtype in DTYPES
+}
+assert kept_mib["bfloat16"] > kept_mib["float32"]
 lab.read(
     "**The attention tables grow with the square of the context, and at 1,024 they are already "
-    f"{table_share['float32']:.0f} % of what a layer keeps.** Under autocast, which also keeps its "
-    f"cast weights, they are {table_share['bfloat16']:.0f} %, because most other activations halve "
-    "while softmax's output is kept in both dtypes. In all layers of large that is "
-    f"{in_tables:.1f} GiB, which attention without a table should save."
+    f"{table_share['float32']:.0f} % of what a layer keeps.** Under autocast a layer keeps more, "
+    f"{kept_mib['bfloat16']:.0f} MiB instead of {kept_mib['float32']:.0f}: most other activations "
+    "halve, but softmax's output is kept in both dtypes, and cast weights come on top. The tables "
+    f"are now {table_share['bfloat16']:.0f} %, or {in_tables:.1f} GiB in all layers, which "
+    "attention without a table should save."
 )
 
 # %%
@@ -1785,9 +1795,9 @@ lab.read(
         else "the formula runs out of memory"
     )
     + (
-        f". It takes {100 * fast[1] / by_sdpa:.0f} % of SDPA's time there, and "
+        f". The book's takes {100 * fast[1] / by_sdpa:.0f} % of SDPA's time there, and "
         + (
-            "the same time at 1,024, the context of our model."
+            "the same at 1,024, the context of our model."
             if abs(short[1] / short[0] - 1) < 0.02
             else f"{100 * short[1] / short[0]:.0f} % at 1,024, the context of our model."
         )
@@ -2339,17 +2349,15 @@ fusing = layer_ms("attention, compiled") / layer_ms("Kernel Book")
 normed = saves("+ attention", "+ layer norm")
 lab.read(
     (
-        f"**A faster softmax alone saves {saves('PyTorch', '+ softmax'):.2f} ms of a layer, "
-        "because the table still goes to memory and back; attention that stores no table, and "
-        f"skips its masked half, saves {saves('+ softmax', '+ attention'):.2f} more.** "
+        f"**Our softmax alone saves {saves('PyTorch', '+ softmax'):.2f} ms of a layer; attention "
+        f"that stores no table and skips its masked half, {saves('+ softmax', '+ attention'):.2f} "
+        "more.** We did not isolate the causes. "
         if saves("PyTorch", "+ softmax") < 0.25 * saves("PyTorch", "+ dropout")
-        else f"A faster softmax alone saves {saves('PyTorch', '+ softmax'):.2f} ms, and attention "
+        else f"Our softmax alone saves {saves('PyTorch', '+ softmax'):.2f} ms, and attention "
         f"without the table {saves('+ softmax', '+ attention'):.2f} more. "
     )
     + (
-        "Our layer norm adds a little to that"
-        if 0 < normed < 0.1 * saves("PyTorch", "+ attention")
-        else f"Our layer norm saves another {normed:.2f}"
+        f"Our layer norm {'saves' if normed > 0 else 'costs'} another {abs(normed):.2f} ms"
     )
     + (
         ", and our dropout nothing that we can see. "
@@ -2787,21 +2795,17 @@ compiled_of = {name: version for version, name in COMPILED_NAMES.items()}
 # %%
 
 # Reading
-last_in_step = (
-    min(COMPILED_NAMES, key=layer_ms) == "Kernel Book"
-    and max(COMPILED_NAMES, key=step_ms) == "Kernel Book"
-)
+fastest_in_layer = min(COMPILED_NAMES, key=layer_ms) == "Kernel Book"
 our_took, sdpa_took = step_ms("Kernel Book"), step_ms("SDPA, compiled")
 n_layers, of_adamw = SIZES["large"].layers, step("AdamW, ms", "Kernel Book")
 expected = n_layers * layer_ms("Kernel Book") + of_adamw
 lab.read(
     f"From {n_layers} layers and AdamW we expect a compiled step of {expected:.0f} ms with "
-    f"all of ours. **The step takes {our_took:.0f}"
+    f"all of ours. **The step takes {our_took:.0f}, and {sdpa_took:.0f} with SDPA"
     + (
-        ": compiled, the fastest layer has the slowest step.** With SDPA it takes "
-        f"{sdpa_took:.0f}. "
-        if last_in_step
-        else f", with SDPA {sdpa_took:.0f}.** "
+        ": the fastest layer does not make the fastest step.**"
+        if fastest_in_layer and our_took > sdpa_took
+        else ".**"
     )
 )
 
@@ -2893,7 +2897,8 @@ lab.sketch(
 #    launches them.
 #
 # In the next figure *between the matmuls* means layer norm, dropout, GELU, additions, casts, scale
-# and mask, and a thin line spans the middle 60 % of the host's times.
+# and mask; what of it goes with the table is pale. The host's time ends when its last call returns;
+# it and the step are from different steps, so they may differ by the scatter.
 
 # Drawing
 FOLLOWED = {  # the versions that are drawn, and what the figure calls them
@@ -2907,6 +2912,7 @@ INKS = {
     "between": lab.colour("torch.compile"),
     "AdamW": lab.colour("quack"),
 }
+WITH_TABLE = {"PyTorch": "SDPA", "torch.compile": "SDPA, compiled"}
 
 
 def mark_ours(axes):
@@ -2938,6 +2944,7 @@ def step_bars(axes, rows):
     grey = lab.colour("copy")
     rest = {"facecolor": "none", "edgecolor": grey, "linestyle": ":"}
     hatched = {"facecolor": "none", "edgecolor": grey, "hatch": "/////", "linewidth": 0}
+    of_table = {"color": INKS["attention"], "alpha": 0.4, "linewidth": 0}
     place, ticks, longest = 0, {}, 0
     for mode, versions in FOLLOWED.items():
         axes.text(1, place, mode, va="center", fontsize=11, fontweight="bold")
@@ -2951,10 +2958,16 @@ def step_bars(axes, rows):
             low, high = row["host p20, ms"], row["host p80, ms"]
             axes.barh(place - 0.34, host, 0.16, **hatched)
             axes.plot([low, high], [place - 0.34] * 2, color=grey, linewidth=1)
-            beside(axes, max(host, high), place - 0.36, f"host {host:.0f}")
+            label = f"host {host:.0f} ({low:.0f}–{high:.0f})"
+            beside(axes, max(host, high), place - 0.36, label)
             for kind, ink in INKS.items():
-                axes.barh(place, row[f"{kind}, ms"], 0.44, left=reached, color=ink)
-                reached += row[f"{kind}, ms"]
+                length = row[f"{kind}, ms"]
+                axes.barh(place, length, 0.44, left=reached, color=ink)
+                if kind == "between" and name in WITH_TABLE:
+                    pale = length - rows[WITH_TABLE[name]]["between, ms"]
+                    axes.barh(place, pale, 0.44, left=reached, color="white")
+                    axes.barh(place, pale, 0.44, left=reached, **of_table)
+                reached += length
             axes.barh(place, max(0, took - reached), 0.44, left=reached, **rest)
             label = f"step {took:.0f}, kernels {row['busy, ms']:.0f}"
             beside(axes, max(took, reached), place + 0.04, label)
@@ -2964,12 +2977,15 @@ def step_bars(axes, rows):
     mark_ours(axes)
     axes.set_ylim(place - 0.6, -0.6)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlim(0, 1.32 * longest)
+    axes.set_xlim(0, 1.42 * longest)
     axes.set(xlabel="ms of a training step")
     axes.barh(1, 0, label="host launches", **hatched)
     for kind, ink in INKS.items():
         axes.barh(1, 0, color=ink, label=KIND_NAMES[kind])
+        if kind == "attention":
+            axes.barh(1, 0, label="goes with the table", **of_table)
     axes.barh(1, 0, label="GPU waits", **rest)
+    axes.plot([], [], color=grey, linewidth=1, label="middle 60 %")
 
 
 lab.draw(steps, "A step of large at 1,024, by host and GPU", steps_in_words, step_bars)
@@ -3005,15 +3021,23 @@ saved_peak = step("peak, GiB", "PyTorch") - step("peak, GiB", "SDPA")
 peaks = {f"{step('peak, GiB', name):.0f}" for name in ("SDPA", "+ dropout")}
 promised = n_layers * saves("PyTorch", "+ dropout")
 kept_promise = (busy_ms_of("PyTorch") - busy_ms_of("+ dropout")) / promised
+no_table = {f"{busy_ms_of(name):.0f}" for name in ("SDPA", "+ attention")}
+by_attention = (
+    f"{busy_ms_of('SDPA'):.0f}, with SDPA or our attention"
+    if len(no_table) == 1
+    else f"{busy_ms_of('SDPA'):.0f} with SDPA and {busy_ms_of('+ attention'):.0f} with our "
+    "attention"
+)
 lab.read(
     (
-        "**On the GPU the step gains what the layer promised**: "
+        "**On the GPU the step gains what the layer promised**, "
+        f"{n_layers} × {saves('PyTorch', '+ dropout'):.2f} = {promised:.0f} ms: "
         if abs(kept_promise - 1) < 0.05
         else "**On the GPU the step gets shorter**: "
     )
     + "without the table the kernels of an "
-    f"eager step fall from {busy_ms_of('PyTorch'):.0f} ms to {busy_ms_of('SDPA'):.0f} with SDPA "
-    f"and {busy_ms_of('+ dropout'):.0f} with all of ours. "
+    f"eager step fall from {busy_ms_of('PyTorch'):.0f} ms to {by_attention}; our norm and dropout "
+    f"bring them to {busy_ms_of('+ dropout'):.0f}. "
     + (
         f"The peak of memory falls from {step('peak, GiB', 'PyTorch'):.0f} GiB to "
         f"{' and '.join(sorted(peaks, reverse=True))}, as the count of the tables promised."
@@ -3054,17 +3078,15 @@ lab.read(
         else ""
     )
     + "Launch times scatter so far that we trust the gap to SDPA, but not the order of our "
-    "versions or what compiling changes in any version."
+    "versions or what compiling changes."
 )
 
 # %%
 
 # Reading
 lab.read(
-    "In a single layer launches scatter less: with all of ours they take the host "
-    f"{sum(dearer.values()):.2f} ms longer than with SDPA. A launch of ours runs Python where "
-    "PyTorch's runs C++; we did not measure which part of that takes the time. To gain the time "
-    "of its kernels, a step must get rid of its launches."
+    "A launch of ours runs Python where PyTorch's runs C++; we did not measure which part of that "
+    "takes the time. To gain the time of its kernels, a step must get rid of its launches."
 )
 
 # %%
@@ -3222,11 +3244,11 @@ lab.together(
 # ``capturable``.
 #
 # **A graph reads its batch from the memory where it lay at capture**, so the next batch must be
-# copied there: ``training.tokens.copy_(batch)``. After ``training.tokens = batch`` the graph trains
-# on the old batch again, without an error (see *What breaks it*). A learning rate that is a Python
-# number is fixed at capture too.
+# copied there: ``training.tokens.copy_(tokens)`` and ``training.following.copy_(following)``. After
+# ``training.tokens = tokens`` the graph trains on the old tokens, without an error (see *What
+# breaks it*). A learning rate that is a Python number is fixed at capture too.
 
-# Folded: The function that captures, whole
+# Folded: The whole capture function
 lab.together(
     lab.read(
         "`wait_stream` keeps the order, because streams do not wait for each other by themselves. "
@@ -3324,6 +3346,10 @@ gained = {name: step_ms(name) / step_ms(title) for name, title in ALL_GRAPHS.ite
 by_kernels = busy_ms_of(sdpa_graphed) - busy_ms_of(graphed)
 by_step = step_ms(sdpa_graphed) - step_ms(graphed)
 by_compiling = step_ms(eager_graphed) - step_ms(graphed)
+AT_TOP = [
+    ALL_GRAPHS[name]
+    for name in ("PyTorch", "torch.compile", "SDPA, compiled", "Kernel Book")
+]
 lab.read(
     measured(
         "**So it was the host: as a graph, the compiled step with all of ours takes "
@@ -3341,6 +3367,11 @@ lab.read(
         else f", and is {-by_step:.1f} ms slower than the graph with SDPA.** ",
         by_step,
     )
+    + (
+        "The order of the bars is back. "
+        if all(step_ms(a) > step_ms(b) for a, b in pairwise(AT_TOP))
+        else ""
+    )
     + measured(
         "The eager formula gains next to nothing, because its kernels take longer than its "
         "launches."
@@ -3354,9 +3385,9 @@ lab.read(
 # Other sizes, and a longer context
 # ---------------------------------
 #
-# Where a model is larger or its context longer, launches should matter less. The two compiled
-# steps, with SDPA and with all of ours, race in three more sizes, and in *large* at a context of
-# 16,384 with a single sequence.
+# Wider models and longer contexts have longer kernels, deeper models more launches. The two
+# compiled steps, with SDPA and with all of ours, race in three more sizes, and in *large* at a
+# context of 16,384 with a single sequence.
 
 # Measuring
 RACES = (
@@ -3441,22 +3472,31 @@ def ratio(rows, theirs, own):
     return nan if None in times else times[0] / times[1]
 
 
+def with_half(row):
+    """The median of some steps, and half the span of the middle 60 % of them."""
+    if row["step p50, ms"] is None:
+        return "—"
+    half = (row["step p80, ms"] - row["step p20, ms"]) / 2
+    return f"{row['step p50, ms']:.1f} ± {half:.1f}"
+
+
 race, without, graphs = raced(), list(GRAPHS), list(GRAPHS.values())
 race = {model: rows for model, rows in race.items() if {*without, *graphs} <= {*rows}}
 lab.table(
     [
-        {"model": model}
+        {"model": model, "layers": SIZES[model.split()[0]].layers}
         | {
-            f"{'graph' if name in graphs else 'host'}: {label}": shown(
-                rows[name]["step p50, ms"], 0 if name in without else 1
-            )
+            f"{'graph' if name in graphs else 'host'}: {label}": with_half(rows[name])
+            if name in graphs
+            else shown(rows[name]["step p50, ms"], 0)
             for name, label in zip(
                 (*graphs, *without), ("SDPA", "ours") * 2, strict=True
             )
         }
         for model, rows in race.items()
     ],
-    "Milliseconds of a compiled step, as a graph and launched by the host",
+    "Milliseconds of a compiled step, as a graph (± half the middle 60 %) and launched "
+    "by the host",
 )
 # %%
 
@@ -3612,6 +3652,18 @@ def tally(kind):
     )
 
 
+graph_costs = {  # by how many milliseconds the graphs take longer than the launched steps
+    model: [
+        race[model][GRAPHS[name]]["step p50, ms"] - race[model][name]["step p50, ms"]
+        for name in without
+    ]
+    for model in no_gain
+}
+lost_by_graph = "".join(
+    f"; in {model} it costs {' and '.join(f'{loss:.1f}' for loss in found)} ms"
+    for model, found in graph_costs.items()
+    if min(found) > 0
+)
 pads = number(of_heads, "the book's, ms", 80) / number(of_heads, "the book's, ms", 128)
 shorter = [100 * (1 - 1 / by_model[model]) for model in ahead]
 lead = " to ".join(
@@ -3623,7 +3675,7 @@ lab.read(
         + (
             f"every case but {level[0]}**, where "
             + (
-                "our attention takes longer than SDPA's and "
+                "our attention takes longer than SDPA's (see the fold) and "
                 if level[0] in sides["attention", 1]
                 else ""
             )
@@ -3650,10 +3702,10 @@ lab.read(
     )
     + (
         "In the others a graph brings nothing that we can tell, because their kernels take longer "
-        "than the launches. "
+        f"than the launches{lost_by_graph}. "
         if waiting and sorted(no_gain) == sorted(set(race) - set(waiting))
         else f"In {listed(no_gain)} a graph brings nothing that we can tell, because the kernels "
-        "take longer than the launches. "
+        f"take longer than the launches{lost_by_graph}. "
         if no_gain
         else ""
     )
@@ -3743,8 +3795,8 @@ for dtype in (torch.float32, torch.bfloat16):
     print(f"{dtype}: {weight.item():.4f} after 1,000 updates of -0.001")
 
 # %%
-# **A graph replayed on other data.** This graph of a sum is captured for four zeros, and is then to
-# add up four ones.
+# **A graph replayed on other data.** This graph of a sum is captured for four zeros, and then asked
+# to add up four ones.
 
 
 def sums_of_replays():
@@ -3786,13 +3838,12 @@ lab.read(
 lab.read(
     "**As long as attention stores its table, most of a step in bfloat16 moves bytes.** "
     + (
-        "Replacing it is worth more than all other operators together, with PyTorch's fused "
-        "attention or with the book's: "
+        "Replacing attention is worth more than all other operators together: "
         if saves("PyTorch", "+ attention") > 0.8 * saves("PyTorch", "+ dropout")
         else "Attention without it, the book's or PyTorch's, is what shortens the kernels most: "
     )
     + f"the kernels of an eager step fall from {busy_ms_of('PyTorch'):.0f} ms to "
-    f"{busy_ms_of('SDPA'):.0f} with SDPA and {busy_ms_of('+ dropout'):.0f} with all of ours, and "
+    f"{by_attention}, and "
     + (
         "the peak of its memory halves."
         if abs(saved_peak / step("peak, GiB", "PyTorch") - 0.5) < 0.02
@@ -3807,7 +3858,7 @@ lab.read(
 lab.read(
     "**A step also pays for its launches**, which a layer timed on the GPU alone does not show: "
     f"eager, it takes {step_ms('+ dropout'):.0f} ms with all of ours and {step_ms('SDPA'):.0f} "
-    "with SDPA. Where kernels are short, capture the step as a graph. "
+    "with SDPA. Where the host is the slower, capture the step as a graph. "
     + (f"Without a graph, take SDPA in {listed(waiting)}. " if waiting else "")
     + (
         f"As graphs, our operators are ahead of SDPA by {lead} % in {FEW[len(ahead)]} of "

@@ -1002,10 +1002,8 @@ lab.together(
 #   ``mbarrier.init(empty.index(s), count=2)``. With a count of one, each tile would end two phases,
 #   after which the parity is the old one: in our model all three roles then wait for ever.
 # - **Registers change hands.** The loader needs hardly any, so the consumers get its share. All
-#   threads start with 168: the SM's 65,536 over 3 × 128 threads, rounded down to a multiple of
-#   eight. (The loader's one warp counts as four, because ``setmaxnreg``, which moves registers,
-#   acts on whole warpgroups.) We ask for 24 in the loader and 240 in consumer 1, and consumer 0
-#   gets the rest: 3 × 168 = 240 + 240 + 24.
+#   threads start with 168. We ask for 24 in the loader and 240 in consumer 1, and consumer 0 gets
+#   the rest: 3 × 168 = 240 + 240 + 24.
 #
 # .. code-block:: python
 #
@@ -1236,6 +1234,11 @@ lab.together(
     checks,
     needed,
     lab.read(
+        "All threads start with 168 registers: the SM's 65,536 over 3 × 128 threads, rounded down "
+        "to a multiple of eight. The loader's one warp counts as four, because `setmaxnreg`, which "
+        "moves registers, acts on whole warpgroups."
+    ),
+    lab.read(
         f"{f'{spills:.0f}' if spills else 'No'} value{'s' * (spills > 1)} "
         f"spill{'s' * (spills <= 1)} from the registers of any rung."
         + (
@@ -1253,7 +1256,7 @@ lab.together(
 # --------------------
 #
 # We time each rung beside ``torch.matmul``, which calls cuBLAS, and Triton's ``tl.dot``, for which
-# the compiler makes a ring without roles.
+# the compiler makes a ring without roles. The whiskers span the middle 60 % of the timings.
 
 
 # Measuring
@@ -1411,10 +1414,10 @@ def rounds_of(n):
     return -(-((n // BLOCK_M) * (n // BLOCK_N)) // sm_count)
 
 
-def where_it_lies():
-    """Whether roles lose with each program, or with each of its steps."""
+def lost_per_program():
+    """The microseconds that roles lose with each program of an SM, by size, if much alike."""
     if not climbed.rows:
-        return ""
+        return []
     lost = [
         1e3
         * (
@@ -1424,15 +1427,10 @@ def where_it_lies():
         / rounds_of(n)
         for n in SIZES
     ]
-    if not 0 < max(lost) < 2 * min(lost):
-        return ""
-    first, *others = (f"{rounds_of(n):.0f}" for n in SIZES)
-    return (
-        f" Divided by the {first}, {' or '.join(others)} programs that an SM runs one after "
-        f"another, the loss is {min(lost):.1f} to {max(lost):.1f} µs, whether a program takes "
-        f"{SIZES[0] // BLOCK_K} steps or {SIZES[-1] // BLOCK_K}. So the loss seems to "
-        "lie at a program's start or end, not in its steps; nothing here isolates which."
-    )
+    return lost if 0 < max(lost) < 2 * min(lost) else []
+
+
+lost = lost_per_program()
 
 
 def beside_the_loop():
@@ -1455,11 +1453,16 @@ def beside_the_loop():
         "**Roles gain nothing:** they are "
         f"{least:.1f} to {most:.1f} % slower than rung 3, and "
         + (
-            "the whiskers (the middle 60 % of the timings) do not overlap."
+            "the whiskers do not overlap."
             if apart
-            else "at some sizes the whiskers (the middle 60 % of the timings) overlap."
+            else "at some sizes the whiskers overlap."
         )
-        + where_it_lies()
+        + (
+            " The loss seems to lie at a program's start or end, because a program loses about as "
+            "much with few steps as with many; nothing here isolates which."
+            if lost
+            else ""
+        )
     )
 
 
@@ -1469,9 +1472,8 @@ lab.read(beside_the_loop())
 # Why roles gain nothing here
 # ---------------------------
 #
-# A clock inside the kernels shows why: one program of a matmul of size 4,096 notes the cycle around
-# each wait, in the first 16 of its 64 steps. Each bar is the median of steps 5 to 14, when the ring
-# is full.
+# A clock inside the kernels shows why: one program notes the cycle around each wait. Each bar is
+# the median of ten steps with a full ring.
 
 
 # Measuring
@@ -1678,14 +1680,14 @@ lab.read(
     f"A step takes at least the {step_cycles:,.0f} cycles of its matmul. "
     + (
         f"In rung 2 the tensor cores are then idle for {bare - step_cycles:,.0f} more, because the "
-        "warps issue the next matmul only after they have waited for this one (blue), asked for "
-        "tiles (orange) and passed the barrier (grey). "
+        "warps issue the next matmul only after they have waited for this one, asked for tiles and "
+        "passed the barrier. "
         if abs(own_matmul / step_cycles - 1) < 0.02
         else f"Rung 2 takes {bare:,.0f}. "
     )
     + (
-        f"**Rungs 3 and 4 both take {ahead:,.0f}: the tensor cores are never idle in such a step, "
-        "so roles find no idle time to fill.**"
+        f"**In rungs 3 and 4 a step takes {ahead:,.0f}: the tensor cores are never idle in it, so "
+        "roles find no idle time to fill.**"
         if least_step and round(ahead) == round(in_roles)
         else f"Rung 3 takes {ahead:,.0f}, and with roles a step takes up to {in_roles:,.0f}. "
     )
@@ -1701,8 +1703,8 @@ lab.read(
         if min(at_barrier) > 50
         else "The consumers, too, wait at a barrier (grey)"
     )
-    + ", but the tensor cores do not: a consumer issues its next matmul while the one "
-    "before still runs, for which it must then wait (blue)."
+    + ", but the tensor cores do not, because a consumer issues its next matmul while the one "
+    "before still runs."
     if least_step
     else f"In rung 4 a step takes up to {in_roles:,.0f} cycles, {step_cycles:,.0f} at least."
 )
@@ -1726,10 +1728,9 @@ rounds = rounds_of(4096) if climbed.rows else nan
 noted, noted_of_loop = (rounds * (4096 // BLOCK_K) * n / 1e3 for n in (bare, ahead))
 expected = (noted + in_loop - noted_of_loop) / in_loop  # starts and ends are the loop's
 lab.read(
-    "**A caution.** With every step as long as the noted ones, and starts and ends as in rung 3, "
-    f"rung 2's whole matmul would take {expected:.2f} times the cycles of rung 3's, but "
-    f"it takes {in_cycles:.2f} times. So noting the clock lengthens its steps, or the others are "
-    "shorter; this run does not show which."
+    f"**A caution.** Rung 2's whole matmul takes {in_cycles:.2f} times the cycles of rung 3's, but "
+    f"its noted steps suggest {expected:.2f} times. Noting the clock may lengthen them, or the "
+    "other steps may be shorter; this run does not show which."
     if expected > in_cycles + SCATTER
     else f"**A caution.** A noted step of rung 2 is {slower:.2f} times as long as one of rung 3, "
     f"but its whole matmul takes only {longer:.2f} times as long. Why, this run does not show."
@@ -1737,7 +1738,7 @@ lab.read(
 
 # %%
 
-# Folded: The steps on a timeline, and whole matmuls in cycles
+# Folded: The steps on a timeline, whole matmuls in cycles, and the loss by program
 cublas_mhz = measured("matmul", "clock, MHz", 8192)
 peak_then = (
     climbed.provenance["sm_count"] * cublas_mhz * flops_per_cycle / 1e6
@@ -1747,6 +1748,7 @@ peak_then = (
 asks = {lane: part(lane, "asks for tiles") for lane in (LOOP, ROLES[0])}
 at_best = 2 * 4096**3 / flops_per_cycle / sm_count / 1e3  # thousand cycles
 busy = 100 * at_best / in_loop
+least_waits = min(share(lane, *BOTH) for lane in ROLES[1:]) // 1
 
 
 def passed_together():
@@ -1768,6 +1770,12 @@ lengths = {
 late = [n for found in lengths.values() for n in found if n > 1.5 * step_cycles]
 lab.together(
     lab.draw(trace, "Sixteen steps, without and with roles", said, drawn_trace),
+    lab.read(
+        f"The program belongs to a matmul of size 4,096, and notes the first {TRACE} of its "
+        f"{4096 // BLOCK_K} steps. The medians are of steps 5 to {TRACE - 2}. The warps of rung 3 "
+        f"wait for {share(LOOP, *BOTH):.0f} % of a step, and a consumer for {least_waits:.0f} % or "
+        "more: after it has issued a matmul it must wait for the one before."
+    ),
     lab.read(
         (
             "Once in the ten steps a tile of the roles came late, and the step took "
@@ -1807,7 +1815,7 @@ lab.together(
         + (
             f"With steps as long as the noted ones, the {rounds:.0f} rounds of programs would take "
             f"{noted:,.0f} thousand cycles in rung 2 and {noted_of_loop:,.0f} in rung 3; the rest "
-            "of rung 3's cycles we count as starts and ends. "
+            "of rung 3's cycles we count as starts and ends, and expect as many in rung 2. "
             if expected > in_cycles + SCATTER
             else ""
         )
@@ -1816,6 +1824,14 @@ lab.together(
         "not tested here."
     )
     if counted
+    else None,
+    lab.read(
+        "Divided by the programs that an SM runs one after another "
+        f"({' / '.join(f'{rounds_of(n):.0f}' for n in SIZES)} at the three sizes), the loss of "
+        f"roles is {min(lost):.1f} to {max(lost):.1f} µs, whether a program takes "
+        f"{SIZES[0] // BLOCK_K} steps or {SIZES[-1] // BLOCK_K}."
+    )
+    if lost
     else None,
     lab.read(
         f"During cuBLAS's matmul of size 8,192 the clock ran at {cublas_mhz:,.0f} MHz, at which "
@@ -1829,12 +1845,10 @@ lab.together(
 # %%
 
 # Reading
-least_waits = min(share(lane, *BOTH) for lane in ROLES[1:]) // 1
 lab.read(
     "**What changes is the warps' time.** In rung 3 the warps ask for tiles during "
-    f"{share(LOOP, 'asks for tiles'):.0f} % of each step, and wait for {share(LOOP, *BOTH):.0f} %; "
-    f"a consumer waits for {least_waits:.0f} % or more. So roles free the consumers' time, not the "
-    "tensor cores'. This matmul has nothing to compute in that time, but attention has its "
+    f"{share(LOOP, 'asks for tiles'):.0f} % of each step; in rung 4 the consumers never do. This "
+    "matmul has nothing to compute in the time that roles free, but attention has its "
     "softmax: one consumer can compute it while the tensor cores multiply for the other. The next "
     "chapter measures how much of it fits."
 )
@@ -1916,12 +1930,11 @@ lab.together(
 # What breaks it
 # --------------
 #
-# The price of roles is two barriers per slot that must be exactly right. Each mistake below runs in
-# a process that is killed if it hangs for two seconds, and its roles write into the host's memory
-# how far they are. The kernel has a loader, two slots, and a consumer that adds up six tiles. Tile
+# The price of roles is two barriers per slot that must be exactly right. To see what a mistake
+# does, we let a loader pass six tiles through two slots to a consumer, which adds them up. Tile
 # ``i`` is full of :math:`10^i`, so that each digit of the sum, from the right, counts how often a
-# tile was added: it should be 111111. In the consumer's loop, ``pause`` stands for 5,000 ns of
-# other work:
+# tile was added: it should be 111111. A kernel that hangs is killed, and the table says where each
+# role then stands. In the consumer's loop, ``pause`` stands for other work:
 #
 # .. code-block:: python
 #
@@ -2073,8 +2086,32 @@ lab.table(
 
 # %%
 
-# Folded: The kernel whole, with its mistakes
-lab.together(lab.source(load_tiles), lab.source(add_tiles), lab.source(sum_kernel))
+
+# Folded: The kernel whole, with its mistakes, and how they were run
+def as_in_the_model():
+    """Whether the kernel stops at the barriers at which the model stops."""
+    return all(
+        name in outcome and outcome[name][role].endswith(f"waits for {barrier}")
+        for name, barriers in in_the_model.items()
+        for role, barrier in zip(("loader", "consumer"), barriers, strict=True)
+    )
+
+
+lab.together(
+    lab.read(
+        "Each mistake runs in a process that is killed if it hangs for two seconds, and its roles "
+        "write into the host's memory how far they are. The pause is 5,000 ns."
+        + (
+            " With a wrong first parity, or without line 4, kernel and Python model stop at the "
+            "same barriers."
+            if as_in_the_model()
+            else ""
+        )
+    ),
+    lab.source(load_tiles),
+    lab.source(add_tiles),
+    lab.source(sum_kernel),
+)
 
 # %%
 
@@ -2095,15 +2132,6 @@ def listed(names):
     return "; ".join(f"“{CHANGES[name]}”" for name in names) or "none"
 
 
-def as_in_the_model():
-    """Whether the kernel stops at the barriers at which the model stops."""
-    return all(
-        name in outcome and outcome[name][role].endswith(f"waits for {barrier}")
-        for name, barriers in in_the_model.items()
-        for role, barrier in zip(("loader", "consumer"), barriers, strict=True)
-    )
-
-
 at_consumer = {name: row["consumer"] for name, row in outcome.items()}
 lab.read(
     f"{nan} mistakes"
@@ -2111,14 +2139,8 @@ lab.read(
     else f"**Deadlocks.** {spelled(len(hung)).capitalize()} of the {spelled(len(outcome) - 1)} "
     "mistakes hang. "
     + (
-        "With a wrong first parity, or without line 4, kernel and Python model stop at the same "
-        "barriers. "
-        if as_in_the_model()
-        else ""
-    )
-    + (
-        "With parity 0 in line 1, the consumer adds tiles 0 and 1 and hangs at tile 2, because "
-        "that tile, which came during the pause, ended a phase of parity 1."
+        "With parity 0 in line 1, for example, the consumer hangs at tile 2, because that tile, "
+        "which came during the pause, ended a phase of parity 1."
         if at_consumer.get("always waits for parity 0") == "tile 2: waits for full[0]"
         else ""
     )
@@ -2137,27 +2159,21 @@ def added(times):
 
 
 lab.read(
-    f"**A race.** A wrong sum comes from {listed(wrong)}"
-    + (
-        f". Read from the right, {early} says that tiles {added('0')} were never added, tiles "
-        f"{added('1')} once, and tiles {added('2')} twice. The loader refilled slots that had been "
-        "released but not yet read, so the consumer read later tiles than it had waited for."
-        if wrong == ["releases before it reads"] and re.fullmatch("[012]{6}", early)
-        else "."
-    )
+    "**A race.** With line 4 before line 2 the sum is wrong, because the loader refills slots that "
+    f"have been released but not yet read: from the right, {early} says that tiles {added('0')} "
+    f"were never added and tiles {added('2')} twice."
+    if wrong == ["releases before it reads"] and re.fullmatch("[012]{6}", early)
+    else f"**A race.** A wrong sum comes from {listed(wrong)}."
 )
 
 # %%
 
 # Reading
 lab.read(
-    "**Luck.** The sum is right in spite of "
-    + (
-        f"{listed(lucky)}, because here each tile came before it was read. So a right result does "
-        "not prove the waits right."
-        if lucky == ["does not wait for the tile"]
-        else f"{listed(lucky)}."
-    )
+    "**Luck.** Without line 1 the sum is right, because here each tile came before it was read. So "
+    "a right result does not prove the waits right."
+    if lucky == ["does not wait for the tile"]
+    else f"**Luck.** The sum is right in spite of {listed(lucky)}."
 )
 
 # %%
