@@ -722,7 +722,9 @@ edges = torch.tensor([[3e38, 3e38], [-2e19, 2e19]], device=runtime.DEVICE)
 with np.errstate(all="ignore"):  # the interpreter computes with NumPy, which warns
     of_small, of_operator = (
         [
-            " and ".join(f"{one:.0f}" for one in row).replace("-", "−")
+            " and ".join("NaN" if one != one else f"{one:.0f}" for one in row)
+            .replace("NaN and NaN", "two NaN")
+            .replace("-", "−")
             for row in y.tolist()
         ]
         for y in (norm(edges, ones, zeros, corrected=True), layer_norm(edges, 2))
