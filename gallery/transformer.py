@@ -688,6 +688,20 @@ INK_OF_RANGE = {
 }
 
 
+def legend_below(axes, inks, columns):
+    """Name the colours of bars below them."""
+    handles = [axes.barh(0, 0, color=ink, label=what) for what, ink in inks.items()]
+    axes.figure.legend(
+        handles=handles,
+        loc="outside lower left",
+        ncols=columns,
+        frameon=False,
+        fontsize=10,
+        handlelength=1,
+        columnspacing=1,
+    )
+
+
 def trips(axes):
     axes.grid(axis="y", visible=False)
     axes.axvline(0, color=lab.colour("copy"), linewidth=0.9)
@@ -712,17 +726,7 @@ def trips(axes):
     axes.set_xlim(-5, 5)
     axes.set_xticks([])
     axes.set(xlabel="← bytes read per score   |   bytes written →")
-    inks = INK_OF_RANGE.items()
-    handles = [axes.barh(0, 0, color=ink, label=what) for what, ink in inks]
-    axes.figure.legend(
-        handles=handles,
-        loc="outside lower left",
-        ncols=3,
-        frameon=False,
-        fontsize=10,
-        handlelength=1,
-        columnspacing=1,
-    )
+    legend_below(axes, INK_OF_RANGE, 3)
 
 
 lab.sketch(
@@ -1193,17 +1197,7 @@ def kept_bars(axes):
     axes.set_xlim(0, 124)
     axes.set_xticks(range(0, 101, 25))
     axes.set(xlabel="% of what a layer keeps")
-    inks = KEPT_INKS.items()
-    handles = [axes.barh(0, 0, color=ink, label=term) for term, ink in inks]
-    axes.figure.legend(
-        handles=handles,
-        loc="outside lower left",
-        ncols=4,
-        frameon=False,
-        fontsize=10,
-        handlelength=1,
-        columnspacing=1,
-    )
+    legend_below(axes, KEPT_INKS, 4)
 
 
 lab.sketch(

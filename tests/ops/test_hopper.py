@@ -294,7 +294,7 @@ def tiles_of_slots(offsets, rows):
     """Return of each slot the sequence, the tile, and whether the sequence has that tile."""
     batch, total = len(offsets) - 1, 1000 if offsets in WRONG_OFFSETS else offsets[-1]
     language = SimpleNamespace(
-        load=offsets.__getitem__, where=lambda condition, x, y: x if condition else y, maximum=max
+        load=offsets.__getitem__, where=lambda condition, x, y: x if condition else y
     )
     code = varlen.sequence_of_slot.fn.__code__
     find = FunctionType(code, {"tl": language, "largest": lambda x: x}, "find")
@@ -331,7 +331,7 @@ def test_no_program_waits_for_a_slot_without_a_tile(offsets, rows):
 
 
 def table_of_tiles(offsets_q, offsets_k, total_q, total_k, bounds, rows_of_band):
-    """Return what the kernel writes: the rows of the table up to the count, and the count."""
+    """Return the rows of the table that the kernel writes, as many as it counts, and no others."""
     batch, (left, right) = len(offsets_q) - 1, bounds
     slots = total_q // 128 + batch
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (offsets_q, offsets_k))

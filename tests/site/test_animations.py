@@ -126,7 +126,7 @@ def test_a_notebook_holds_the_still(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_round_ends_as_it_begins(name):
     drawing = animations.ANIMATIONS[name]()
-    assert 14 <= drawing.duration <= 23
+    assert 10 <= drawing.seconds <= 16
     for _, tracks in drawing.shapes:
         for track in tracks:
             frames = re.findall(r"([\d.]+)%\{(.*?)\}", track.keyframes(drawing.seconds))
