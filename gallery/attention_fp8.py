@@ -2,18 +2,18 @@
 Attention in eight bits
 =======================
 
-A matrix unit multiplies 8-bit numbers up to twice as fast as 16-bit numbers, and only half the
-bytes have to move. But eight bits can tell only 256 numbers apart. *What is lost, and what must a
-kernel do to lose no more than it has to?*
+A matrix unit multiplies 8-bit numbers up to twice as fast as 16-bit ones, and only half the bytes
+have to move. The price is precision: eight bits can distinguish at most 256 numbers. *What do we
+lose, and how must a kernel change to lose no more than necessary?*
 
 You will learn
 
-- what the 8-bit formats hold, and how one scale per head places numbers among them;
-- where the error comes from: the operands, the weights, and the accumulators;
-- why attention is not twice as fast in eight bits, and from which length quantising pays.
+- what the 8-bit formats can represent, and how one scale per head fits numbers into them;
+- where the error comes from: the operands, the weights and the accumulators;
+- why attention is not twice as fast in eight bits, and at which length quantising pays.
 
-On a GPU, the chapter needs 8-bit matmuls: compute capability 8.9 or above, and Hopper for one of
-its kernels.
+On a GPU, the chapter needs 8-bit matmuls (compute capability 8.9 or above), and one of its kernels
+needs Hopper.
 """
 
 # sphinx_gallery_thumbnail_number = 9
@@ -38,12 +38,13 @@ from kernelbook.ops.hopper import fp8_choice
 lab.start("attention_fp8", "kernelbook.ops.attention", "kernelbook.ops.hopper.fp8")
 
 # %%
-# What eight bits gain
-# --------------------
+# What eight bits can gain
+# ------------------------
 #
-# Attention can gain at most what its matmuls gain, because its other arithmetic gets no faster. In
-# one step, Hopper's :term:`matrix unit` takes 32 bytes from each row of the left matrix: 16 numbers
-# of 16 bits, or 32 of 8 bits. On paper that doubles the speed, and :term:`cuBLAS` comes near it.
+# Attention can gain no more than its matmuls do, because the rest of its arithmetic gets no faster.
+# In each step, Hopper's :term:`matrix unit` takes 32 bytes from each row of the left matrix: 16
+# numbers of 16 bits, or 32 of 8 bits. On paper this doubles the speed, and :term:`cuBLAS` comes
+# close.
 
 MATMUL = 8192
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -82,13 +83,13 @@ products = lab.bench(
 nan = float("nan")
 slow, fast = products.rate("matmul"), products.rate("8-bit matmul")
 lab.read(
-    f"**A matmul of size 8,192 is {fast / slow:.2f} times as fast in 8 bits**: it reaches "
-    f"{fast:,.0f} TFLOP/s in FP8, and {slow:,.0f} in bfloat16."
+    f"**A matmul of size 8,192 is {fast / slow:.2f} times as fast in 8 bits**, at "
+    f"{fast:,.0f} TFLOP/s instead of {slow:,.0f} in bfloat16."
 )
 
 # %%
-# **Eight bits enter attention in four places**, each of which changes the kernel (orange). Blue
-# boxes hold 8 bits, grey ones 32. The bar “values in 8 bits” is *V alone*.
+# **To use eight bits, we make four changes to the kernel** (orange). Blue boxes hold 8 bits, grey
+# ones 32. The bar “values in 8 bits” above has *V alone* in 8 bits.
 
 
 # Drawing
@@ -123,7 +124,7 @@ def four_places(axes):
         (0.75, 1.2, "1: a scale\nfor each head"),
         (0.75, -0.8, "1: a scale\n2: transposed"),
         (7.3, 1.2, "3: times 256,\nthen rounded"),
-        (9.35, -0.8, "4: of one\ntile only"),
+        (9.35, -0.8, "4: one tile\nat a time"),
     ):
         axes.text(
             x_place, y_place, label, ha="center", va="center", fontsize=9,
@@ -134,23 +135,23 @@ def four_places(axes):
 
 
 lab.sketch(
-    "Where attention has 8 bits",
+    "Where attention uses 8 bits",
     "Boxes and arrows. q and k, in 8 bits and with a scale for each head (1), go through a matmul "
     "to the scores, in 32 bits, and through exp to the weights p, in 32 bits. These are multiplied "
     "by 256 and rounded (3) to p in 8 bits. A matmul of p with v, in 8 bits with a scale (1) and "
-    "transposed (2), makes the sum, in 32 bits, of one tile only (4).",
+    "transposed (2), makes the sum, in 32 bits, of one tile at a time (4).",
     four_places,
     height=2.7,
 )
 
 # %%
-# Two formats
-# -----------
+# Two 8-bit formats
+# -----------------
 #
-# Eight bits can favour precision or range. The bits are a sign, an exponent, and the few bits that
-# follow the leading 1, the *mantissa*. *e4m3* has 4 bits of exponent and 3 of mantissa, *e5m2* has
-# 5 and 2. So 1.15 becomes 1.125 in e4m3 and only 1.25 in e5m2, while 10,000 is in the range of e5m2
-# alone. Both are called :term:`FP8`.
+# First we choose a format, which can favour precision or range. An 8-bit floating-point number, or
+# :term:`FP8`, has a sign, an exponent and a *mantissa*: the few bits that follow the leading 1.
+# *e4m3* has 4 bits of exponent and 3 of mantissa; *e5m2* has 5 and 2. The number 1.15 becomes 1.125
+# in e4m3 and 1.25 in the coarser e5m2, but only e5m2 reaches 10,000.
 #
 # .. image:: /figures/attention-fp8-formats.svg
 #    :alt: Above, the bits: e4m3 is a sign, four bits of exponent and three after the leading one;
@@ -159,9 +160,9 @@ lab.sketch(
 #          4: e4m3 has eight numbers in each power of two, e5m2 four.
 
 # %%
-# Rounding errs by at most about 6 % in e4m3 and 11 % in e5m2, and by more near the lower end (in
-# e4m3 below :math:`2^{-6}`). **We choose e4m3**, because a scale can move the operands of a head to
-# where the format has numbers, so we need precision more than range.
+# The rounding error is at most about 6 % in e4m3 and 11 % in e5m2, but grows near the lower end of
+# the range (in e4m3, below :math:`2^{-6}`). **We choose e4m3**: a scale can move the operands of a
+# head into the range of the format, so we need precision more than range.
 
 # %%
 
@@ -213,7 +214,7 @@ def rounding_errors(axes):
 
 # Folded: All 256 patterns, the error of every size of number, and numbers that are too large
 lab.sketch(
-    "Error of rounding, by the size of the number",
+    "Rounding error, by the size of the number",
     "Two curves, flat on the right and rising to the left. e4m3 stays near 6 % from 2 to the -6 to "
     "448, and loses everything below 2 to the -10. e5m2 stays near 11 % from 2 to the -14 to "
     "57,344, and loses everything below 2 to the -17.",
@@ -227,21 +228,20 @@ lab.together(
     lab.table(patterns_counted(), "All patterns of eight bits"),
     lab.read(
         f"A number that is too large raises no error: PyTorch converts 500 to {stored_as} in e4m3. "
-        "So the scale has to be right before anything is converted."
+        "The scale must therefore be right before anything is converted."
     ),
 )
 
 # %%
-# Scales
-# ------
+# Change 1: a scale per head
+# --------------------------
 #
-# A scale lets numbers of any size fit into a format that ends at 448. The kernel receives *stored*
-# numbers and one factor, the :term:`descale`: a value is its stored number times the descale. If
-# the largest element is 4.48, the descale is 0.01, and 4.48 is stored as 448. An element of
-# 1.01 would be 101, but near 100 e4m3 has only 96 and 104, so it is stored as 104 and stands for
-# 1.04.
+# With a scale, numbers of any size fit into a format that ends at 448. The kernel receives *stored*
+# numbers and one factor, the :term:`descale`; a value is its stored number times the descale. If
+# the largest element is 4.48, the descale is 0.01, and 4.48 is stored as 448. An element of 1.01
+# would become 101, but near 100 e4m3 has only 96 and 104, so we store 104, which stands for 1.04.
 #
-# The largest element becomes the largest number of the format:
+# This function maps the largest element to the largest number of the format:
 
 
 def round_to_8_bits(x, dtype, dims):
@@ -251,9 +251,9 @@ def round_to_8_bits(x, dtype, dims):
 
 
 # %%
-# **Each head has its own descale**, because heads may differ in size. We try three, each a thousand
-# times smaller than the last. Each row of the figure shows the sizes in one head, the last
-# the numbers of e4m3. Everything left of the dashed line becomes 0.
+# **Each head gets its own descale**, because heads can differ in size. In the figure, each head is
+# a thousand times smaller than the one before; the bottom row shows the numbers of e4m3. Everything
+# left of the dashed line becomes 0.
 
 
 # Measuring
@@ -310,7 +310,7 @@ def placed(*panels):
 
 
 lab.sketch(
-    "Three heads, and the numbers of e4m3",
+    "Three heads and the numbers of e4m3",
     "Two panels, each with a histogram of every head over powers of two, one below the other, and "
     "the numbers of e4m3 as ticks in a row at the foot. Left, with one descale, head 0 lies at the "
     "upper end of the ticks, head 1 ten powers of two lower, and head 2 left of the dashed line, "
@@ -326,16 +326,16 @@ lab.sketch(
 # Reading
 shared, own = (row["head 2"] for row in of_heads)
 lab.read(
-    f"With one descale for the whole tensor, the smallest head has an error of {shared}. With one "
-    f"for each head, its error is {own}. An error here is the root mean square of the differences, "
-    "divided by that of the true values. The package's `quantize` returns such a pair, "
-    "`Quantized(stored, descale)`."
+    f"With one descale for the whole tensor, the smallest head has an error of {shared}; with its "
+    f"own descale, only {own}. By error we mean the root mean square of the differences, divided "
+    "by that of the true values. The package's `quantize` returns stored numbers and descale "
+    "together, as `Quantized(stored, descale)`."
 )
 
 # %%
-# **In the kernel a descale adds nothing to the loop**, because it joins factors that are there
+# **Descales add no work to the kernel's loop**, because they merge with factors that are there
 # anyway. Write :math:`q = a \hat q`, :math:`k = b \hat k` and :math:`v = c \hat v`, where the hat
-# marks what is stored. With scores :math:`s`, weights :math:`p` and their sum :math:`l`,
+# marks stored numbers. With scores :math:`s`, weights :math:`p` and their sum :math:`l`,
 #
 # .. math::
 #
@@ -344,8 +344,8 @@ lab.read(
 #    o_i &= \frac{c}{l_i} \sum_j p_{ij}\, \hat v_j
 #    \end{aligned}
 #
-# So :math:`a` and :math:`b` join the scale of the scores, and :math:`c` the division by
-# :math:`l_i`.
+# The factors :math:`a` and :math:`b` merge with the scale of the scores, and :math:`c` with the
+# division by :math:`l_i`.
 
 # %%
 
@@ -403,23 +403,23 @@ assert with_doubled < 0.05 < with_forgotten
 lab.together(
     lab.table(of_heads, "Error of what is stored, e4m3"),
     lab.read(
-        "Does the kernel use the descales as the formula says? We halve what is stored of q, k and "
-        "v in turn. If we double its descale, the output changes by at most "
+        "Does the kernel use the descales as the formula says? We halve the stored numbers of q, k "
+        "and v in turn. If we also double the descale, the output changes by at most "
         f"{with_doubled:.1g}. If we leave the descale as it was, the output changes by "
         f"{with_forgotten:.1g} or more."
     ),
 )
 
 # %%
-# The layout of V
-# ---------------
+# Change 2: V transposed
+# ----------------------
 #
-# V has to be stored transposed, because an 8-bit matmul takes its operands in one layout only. A
-# matmul sums over one dimension of both operands, the *contracted* dimension: in :math:`QK^\top`
-# over head_dim, in :math:`PV` over the keys. Hopper reads the second operand from :term:`shared
-# memory`, where the elements of one dimension are neighbours, called *contiguous*. With 16 bits
-# either dimension may be contiguous. With 8 bits it has to be the contracted one, because the
-# instruction has a flag to transpose for 16-bit types only.
+# We have to store V transposed, because an 8-bit matmul accepts its operands in only one layout. A
+# matmul sums over a dimension that both operands share, the *contracted* dimension: head_dim in
+# :math:`QK^\top`, the keys in :math:`PV`. Hopper reads the second operand from :term:`shared
+# memory`, where one dimension is *contiguous*: its elements are neighbours. With 16 bits, either
+# dimension may be contiguous. With 8 bits it has to be the contracted one, since the instruction
+# can transpose 16-bit types only.
 #
 # .. image:: /figures/attention-fp8-layout.svg
 #    :alt: Three matrices in shared memory, with an arrow along the dimension that is contiguous and
@@ -427,8 +427,8 @@ lab.together(
 #          lies: contiguous is head_dim, contracted are the keys, it does not fit. V transposed:
 #          both are keys, it fits.
 #
-# With the wrong layout the compiler rearranges every tile before the instruction can read it. We
-# time this in a matmul of size 4,096.
+# Given the wrong layout, the compiler has to rearrange every tile before the instruction can read
+# it. We time this in a matmul of size 4,096.
 
 # Measuring
 import triton
@@ -519,13 +519,14 @@ straight, turned, straight_16, turned_16 = (
     for layout in ("contracted", "columns")
 )
 lab.read(
-    f"**With 8 bits and the wrong layout it takes {turned:.3f} ms instead of {straight:.3f}, "
-    f"{turned / straight:.1f} times as long.** With 16 bits it takes {turned_16:.3f} ms instead of "
-    f"{straight_16:.3f}."
+    f"**In 8 bits, the matmul takes {turned / straight:.1f} times as long with the wrong layout**: "
+    f"{turned:.3f} ms instead of {straight:.3f}. In 16 bits it takes "
+    f"{turned_16 / straight_16:.2f} times as long."
 )
 
 # %%
-# So the package's ``quantize`` transposes V once, while it rounds, if told ``contiguous="seqlen"``.
+# The package's ``quantize`` therefore transposes V once, as it rounds, if we pass
+# ``contiguous="seqlen"``.
 
 # %%
 
@@ -541,29 +542,29 @@ lab.together(
     emitted,
     lab.read(
         "With 8 bits and the wrong layout, each thread stores its part of a tile byte by byte "
-        "before the instruction reads it. We did not time these stores apart."
+        "before the instruction reads it. We did not time these stores separately."
     ),
     lab.check("The matmul, either way", cases),
 )
 # %%
-# Rounding the weights
-# --------------------
+# Change 3: weights times 256
+# ---------------------------
 #
-# The second matmul needs *both* operands in 8 bits, so the kernel also rounds the weights
-# :math:`p`. They are relative to the largest score so far, and the division by their sum comes
-# last, so the largest weight is 1. Most are far smaller, and e4m3 stores anything below
-# :math:`2^{-10}`, about 0.001, as 0. Suppose that one key has the weight 1 and a thousand others
-# have 0.0005 each. Together these are a third of the sum, and all would become 0.
+# The matmul with V needs *both* operands in 8 bits, so the kernel rounds the weights :math:`p` as
+# well. It computes them relative to the largest score so far and divides by their sum only at the
+# end, so the largest weight is 1. Most are far smaller, and e4m3 rounds anything below
+# :math:`2^{-10}`, about 0.001, to 0. Suppose that one key has a weight of 1 and a thousand others
+# have 0.0005 each. The thousand make up a third of the sum, yet all become 0.
 #
-# **So the kernel multiplies its weights by 256 before it rounds them.** Then 0.0005 becomes 0.128,
-# which is stored as 0.125. The factor :math:`2^8` cancels, because the denominator
-# also sums :math:`2^8 p_j`. But :math:`2^9` is too much: the largest weights would
-# become 512 and be stored as 448.
+# **The kernel therefore multiplies its weights by 256 before it rounds them.** Now 0.0005 becomes
+# 0.128, which is stored as 0.125. The factor :math:`2^8` cancels, because the denominator also sums
+# :math:`2^8 p_j`. But :math:`2^9` would be too much: the largest weight would become 512 and be
+# stored as 448.
 #
-# In language models one key is often far ahead of the others (Xiao and others, 2023). We compute
-# such a case in float64, with 4,096 keys and normally distributed scores of standard deviation 0.5.
-# One score (the arrow) is 6 above the largest other one, so its weight is :math:`e^6`, about 400
-# times as large.
+# In language models, one key often scores far above the rest (Xiao et al., 2023). We compute such a
+# case in float64, with 4,096 keys and normally distributed scores of standard deviation 0.5. One
+# score (the arrow) exceeds the next largest by 6, so its weight is :math:`e^6`, about 400, times as
+# large.
 
 
 # Measuring
@@ -633,14 +634,14 @@ def moved(*panels):
         axes.set(xlim=(-16, 10.5), xticks=(-16, -10, 0, 8))
         axes.set_xticklabels(["2⁻¹⁶", "2⁻¹⁰", "1", "2⁸"])
         axes.set_title(f"p{' times 2⁸' * (power > 0)}", loc="left", fontsize=11)
-        axes.set_xlabel("size of what is rounded")
+        axes.set_xlabel("size of the number rounded")
         axes.grid(axis="y", visible=False)
     panels[0].set_ylabel("% of the weights")
 
 
 lost = (torch.exp(s - s.amax(-1, keepdim=True)) < 2.0**-10).double().mean().item()
 lab.sketch(
-    "The weights, and the numbers of e4m3",
+    "The weights and the numbers of e4m3",
     f"Two histograms of the weights over powers of two, with the numbers of e4m3 as ticks below. "
     f"Left, the weights as they are: {lost:.0%} lie below 2 to the -10, left of the dashed line, "
     f"where there are no numbers. Right, times 2 to the 8: they lie where the ticks are dense. An "
@@ -655,10 +656,10 @@ lab.sketch(
 # Reading
 around_0, around_1 = by_power[-2:]
 lab.read(
-    "As they are, nearly all of these weights become 0. The output is off by "
-    f"{around_0['error with 2^0']} where values are around 0, "
-    f"and by {around_1['error with 2^0']} where they are around 1. **Times 2⁸, it is off "
-    f"by {around_0['error with 2^8']}"
+    "Unscaled, nearly all of these weights become 0, and the output is off by "
+    f"{around_0['error with 2^0']} if the values lie around 0 and "
+    f"by {around_1['error with 2^0']} if they lie around 1. **With weights times 2⁸, the error "
+    f"falls to {around_0['error with 2^8']}"
     + (
         " in both cases.**"
         if around_0["error with 2^8"] == around_1["error with 2^8"]
@@ -676,28 +677,28 @@ lab.together(
     ),
     lab.read(
         "Where no key is ahead, the factor changes little, because few of the weights are below "
-        "2⁻¹⁰. The output would even be a little better if the denominator summed the rounded "
-        "weights as well. But it would make lse wrong, the logarithm of the sum, by which this "
-        "output is merged with those of other keys."
+        "2⁻¹⁰. The output would even be slightly better if the denominator, too, summed rounded "
+        "weights. But that would falsify lse, the logarithm of the sum, which we need to merge "
+        "this output with those of other keys."
     ),
 )
 
 # %%
-# Accumulators with fewer bits
+# Change 4: one tile at a time
 # ----------------------------
 #
-# Hopper's matrix unit loses small terms of a long sum in 8-bit matmuls. Imagine a calculator that
-# keeps four digits and cuts off the rest. Once its sum has reached 1,000, adding 0.9 changes
-# nothing, however often we do it. The matrix unit is such a calculator: its accumulators are
-# float32 registers with 23 places below the leading bit, but it keeps only 13 of them.
+# Rounding is not the only loss: in 8-bit matmuls, Hopper's matrix unit drops small terms of a long
+# sum. Imagine a calculator that keeps four digits and cuts off the rest. Once its sum has reached
+# 1,000, adding 0.9 changes nothing, however often we do it. The matrix unit behaves the same way:
+# its accumulators are float32 registers with 23 places below the leading bit, but it keeps only 13.
 #
-# The remedy is *promotion*: the matrix unit sums one tile of 128 keys only, and the kernel adds
-# these sums in ordinary float32.
+# The remedy is *promotion*: the matrix unit sums only one tile of 128 keys at a time, and the
+# kernel adds these sums in ordinary float32.
 #
-# In the figure larger bits are further left. A term between 1 and 2, the
-# product of two e4m3 numbers, has at most seven bits. In the left line “4,096” only two of
-# them reach the sum: as the sum grew, the bits that it can keep (grey) moved left. On the right no
-# sum has more than 128 terms, so all seven bits fit.
+# In the figure, larger bits are further left. A term between 1 and 2, the product of two e4m3
+# numbers, has at most seven bits. As a single sum grows, the bits that it can keep (grey) move
+# left; after 4,096 terms, only two of the seven reach it. In the right panel, no sum has more than
+# 128 terms, so all seven bits fit.
 
 
 # Drawing
@@ -754,7 +755,8 @@ lab.sketch(
 )
 
 # %%
-# Two tests show that there are 13 places. **First**, a single matmul adds :math:`2^{-n}` to 1.
+# Two tests show that the unit keeps 13 places. In the **first**, a single matmul adds
+# :math:`2^{-n}` to 1.
 
 
 # Measuring
@@ -803,17 +805,18 @@ def two_to_the(n):
 
 
 lab.read(
-    f"The smallest power of two that it keeps is {two_to_the(last)}. "
+    f"The smallest power of two that survives is {two_to_the(last)}. "
     + (
-        f"Nothing is left of 1.75 · {two_to_the(last + 1)}, so it does not round but truncates."
+        f"Nothing remains of 1.75 · {two_to_the(last + 1)}, so the unit truncates instead of "
+        "rounding."
         if beyond == 0
-        else f"Of 1.75 · {two_to_the(last + 1)}, {beyond:g} times that power is left."
+        else f"Of 1.75 · {two_to_the(last + 1)}, {beyond:g} times that power remains."
     )
 )
 
 # %%
-# **Second**, a model of the matrix unit in float64, with 12, 13 or 14 places, predicts the error of
-# a whole attention with values of V around 1, where sums grow.
+# In the **second**, a float64 model of the matrix unit, with 12, 13 or 14 places, predicts the
+# error of a whole attention with values of V around 1, so that sums grow.
 
 
 # Measuring
@@ -1004,12 +1007,12 @@ by_groups = max(
     for at_once in (16, 64)
 )
 lab.read(
-    f"The model with {PLACES} places lies on the measured line, within "
-    f"{math.ceil(100 * max(apart[PLACES]))} % from {KEYS[1]:,} keys on. With one place more or "
-    "less it lies clearly beside it."
+    f"From {KEYS[1]:,} keys on, the model with {PLACES} places agrees with the measurement to "
+    f"within {math.ceil(100 * max(apart[PLACES]))} %. With one place more or less, it misses "
+    "clearly."
     if max(apart[PLACES]) < 0.05 < 0.15 < of_others
     else f"From {KEYS[1]:,} keys on, the model with {PLACES} places is within "
-    f"{100 * max(apart[PLACES]):.0f} % of the measured error, and with one place more or less it "
+    f"{100 * max(apart[PLACES]):.0f} % of the measured error. With one place more or less, it "
     f"misses the error by {100 * of_others:.0f} % or more."
 )
 
@@ -1026,9 +1029,9 @@ lab.read(
     f"{sum_error(1, KEYS[-1], 'not promoted'):.1f} % to "
     f"{sum_error(1, KEYS[-1], 'promoted'):.2f} %.** With values around 0, where sums hardly grow, "
     + (
-        "it hardly matters."
+        "promotion makes little difference."
         if around_zero[1] > 0.9 * around_zero[0]
-        else f"it goes from {around_zero[0]:.2f} % to {around_zero[1]:.2f} %."
+        else f"it reduces the error from {around_zero[0]:.2f} % to {around_zero[1]:.2f} %."
     )
 )
 
@@ -1064,8 +1067,9 @@ lab.together(
         "The model adds 32 products at a time, because a step takes 32 bytes of each row. With 16 "
         f"or 64 its prediction would change by less than {max(1, math.ceil(100 * by_groups))} %. "
         f"If all terms were equal, the model would lose {with_equal_terms(KEYS[-1]):.0f} % of "
-        f"{KEYS[-1]:,}. Of the terms of an attention it loses {models[PLACES][KEYS[-1]]:.0f} %, "
-        "because they differ, and the larger ones reach the sum for longer."
+        f"{KEYS[-1]:,}. Of the terms of an attention it loses only "
+        f"{models[PLACES][KEYS[-1]]:.0f} %, because they differ in size, and the larger ones reach "
+        "the sum for longer."
     ),
     promotion,
     lab.read(
@@ -1078,8 +1082,8 @@ lab.together(
 # The kernel
 # ----------
 #
-# The four changes meet in the kernel of :doc:`/chapters/attention_fast`. Here it is in PyTorch, for
-# one head, with the changes numbered as above (all but 2, the layout):
+# We now make all four changes to the kernel of :doc:`/chapters/attention_fast`. Here it is in
+# PyTorch, for one head, with each change numbered (except 2, the layout):
 
 
 def attend(q, k, v, scale_log2, block_n):
@@ -1091,7 +1095,7 @@ def attend(q, k, v, scale_log2, block_n):
         # 1: scale_log2 holds the descales of q and k
         m_new = torch.maximum(m_i, qk.amax(1) * scale_log2)
         alpha = torch.exp2(m_i - m_new)
-        # 3: + 8 in the exponent is times 256
+        # 3: + 8 in the exponent multiplies by 256
         p = torch.exp2(qk * scale_log2 - m_new[:, None] + 8)
         l_i = l_i * alpha + p.sum(1)
         # 4: the matmul sums one tile only
@@ -1114,18 +1118,18 @@ by_kernel = plain(*pairs)[0, 0].cpu().double()
 between_both = off_by(a_b_c[2] * in_steps.double(), by_kernel)
 assert between_both < 0.005
 lab.read(
-    f"On 300 keys this code's output differs from the kernel's, which has 16 bits, by "
+    f"On 300 keys, the output of this code and the kernel's 16-bit output differ by "
     f"{100 * between_both:.1f} %."
 )
 
 # %%
-# In Triton, one function adds the values of a tile. It rounds the weights, already times 256. If
-# ``PROMOTED``, the matmul sums this tile only (changes 3 and 4).
+# In Triton, one function adds the values of a tile. It rounds the weights, already multiplied by
+# 256 (change 3). If ``PROMOTED``, the matmul sums this tile only (change 4).
 
 lab.source(fp8.add_values)
 
 # %%
-# After the loop the descale of V joins the division, which completes change 1:
+# After the loop, the descale of V merges with the division, which completes change 1:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/fp8.py
 #    :language: python
@@ -1134,7 +1138,7 @@ lab.source(fp8.add_values)
 #    :end-at: out = acc
 #    :dedent:
 #
-# This is how it is called:
+# We call the kernel from PyTorch:
 
 q, k, v = torch.randn(3, 1, 2, 100, 64, device=runtime.DEVICE)
 q_8, k_8 = quantize(q), quantize(k)
@@ -1146,8 +1150,8 @@ out = attention(q_8, k_8, v_8)
 #
 #    Up to head_dim 128 the tiles have 64 queries and 4 warps, so that more programs fit on an SM.
 #
-#    The kernel, from the place of a program to what it writes. The step of a descale is 0 where all
-#    heads share one.
+#    The kernel, from finding a program's tile to writing its output. The stride of a descale is 0
+#    where all heads share one.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/fp8.py
 #       :language: python
@@ -1161,7 +1165,7 @@ out = attention(q_8, k_8, v_8)
 #       :language: python
 #       :pyobject: attend_fp8
 #
-#    And what makes the weights, where ``P_LOG2`` is the 8 of :math:`2^8`:
+#    And the function that computes the weights, where ``P_LOG2`` is the 8 of :math:`2^8`:
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
 #       :language: python
@@ -1171,11 +1175,11 @@ out = attention(q_8, k_8, v_8)
 # Is it right?
 # ------------
 #
-# A kernel that is meant to round cannot be compared with the truth alone, because even a right one
-# differs from it. So we compute attention of the *stored* values twice in float64. The *truth*
-# rounds nothing, and the *yardstick* rounds weights and output as the kernel does. The kernel may
-# have at most twice the yardstick's error. Here an error is the largest difference from the truth,
-# over the largest true value.
+# We cannot compare a kernel that is meant to round with the truth alone, because even a correct one
+# differs from it. Instead, we compute attention of the *stored* values twice in float64: the
+# *truth* rounds nothing, and the *yardstick* rounds weights and output as the kernel does. We allow
+# the kernel at most twice the yardstick's error. Here an error is the largest difference from the
+# truth, divided by the largest true value.
 
 
 # Measuring
@@ -1313,9 +1317,9 @@ with_nan[2][0, 1, 7, 3] = float("nan")
 spoilt = plain(*prepare(*with_nan)[0]).isnan()[0].any(-1).any(-1)
 assert spoilt.tolist() == [False, True, False]
 lab.read(
-    f"**All {len(of_output)} checks of the output pass {where_checked}.** The one nearest to its "
-    f"limit has an error of {worst_kind['error']}, where {worst_kind['allowed']} is allowed. The "
-    "check can also fail: it refuses zeros and two swapped heads."
+    f"**All {len(of_output)} checks of the output pass {where_checked}.** The closest call has an "
+    f"error of {worst_kind['error']}, where {worst_kind['allowed']} is allowed. The check can also "
+    "fail: it rejects zeros and two swapped heads."
 )
 
 # %%
@@ -1330,8 +1334,8 @@ lab.together(
         "and v does not count."
     ),
     lab.read(
-        "The kernel may err twice as much as the yardstick, because it computes scores in fewer "
-        "bits, so that a weight about halfway between two numbers of e4m3 may go to the other one. "
+        "We allow twice the yardstick's error because the kernel computes scores in fewer bits, so "
+        "that a weight about halfway between two numbers of e4m3 may round to the other one. "
         "The factor is our choice. Each head is compared on its own, because a wrong head could "
         "hide behind a larger one."
     ),
@@ -1339,7 +1343,7 @@ lab.together(
         "An input's name lists batch, heads, heads of keys, queries, keys and head_dim, and the "
         "dtype is that of the output. lse, the logarithm of the sum of a query's weights, contains "
         "no rounded weights. Where V alone has 8 bits, it may be off by eight times one rounding "
-        "to float32. Where q and k have 8 bits as well, it may be off by 2⁻¹² of itself, which is "
+        "to float32. Where q and k also have 8 bits, it may be off by 2⁻¹² of itself, which is "
         "twice what the matrix unit loses when it cuts the terms of a score 13 places below the "
         "largest."
     ),
@@ -1349,9 +1353,9 @@ lab.together(
 # How large is the error?
 # -----------------------
 #
-# The check left out the rounding of q, k and v, so we now compare with attention of the *original*
-# values. The error is again the root mean square, as under *Scales*. In data with *outliers* one
-# number in a thousand is about ten times as large as the rest.
+# The checks left out the rounding of q, k and v, so we now compare with attention of the *original*
+# values. The error is again a root mean square, as in change 1. In data with *outliers*, one number
+# in a thousand is about ten times as large as the rest.
 
 
 # Measuring
@@ -1461,22 +1465,21 @@ def in_all(operands, data):
 
 of_v_alone = [in_all("V in e4m3", data) for data in DATA]
 lab.read(
-    "Outliers more than double the error of q, k and V in e4m3. They "
+    "With q, k and V in e4m3, outliers more than double the error. With V alone, they "
     + (
-        "lower that of V alone, which includes the rounding of the weights. "
+        "lower it; this error includes the rounding of the weights. "
         if of_v_alone[1] < of_v_alone[0]
-        else "raise that of V alone. "
+        else "raise it. "
     )
-    + "Whether a language model notices such errors, we did not test."
+    + "We did not test whether a language model notices such errors."
     if in_all("all in e4m3", "outliers") > 2 * in_all("all in e4m3", "normal")
-    else f"Outliers raise the error in e4m3 to {in_all('all in e4m3', 'outliers'):.1f} %. Whether "
-    "a language model notices such errors, we did not test."
+    else f"Outliers raise the error in e4m3 to {in_all('all in e4m3', 'outliers'):.1f} %. We did "
+    "not test whether a language model notices such errors."
 )
 
 # %%
-# **Which operand makes the error?** On only 8 heads of 64 queries we
-# round one thing at a time. The figure shows squared errors, because the squares of independent
-# errors add.
+# **Which operand causes the error?** On only 8 heads of 64 queries, we round one thing at a time.
+# The figure shows squared errors, because the squares of independent errors add.
 
 
 # Measuring
@@ -1544,9 +1547,7 @@ def draw_parts(axes):
         end = max(at, begin_at)
         axes.text(end + 4, place, f"{at:.0f}", va="center", weight="bold", fontsize=10)
     axes.set_yticks(range(len(of_parts)), ["normal data", "with outliers"])
-    axes.set(
-        ylim=(1.5, -0.5), xlabel="squared error; all at once on normal data is 100"
-    )
+    axes.set(ylim=(1.5, -0.5), xlabel="squared error (all at once, normal data: 100)")
     axes.set_xlim(0, 1.1 * axes.dataLim.x1)
     axes.grid(visible=False)
     axes.figure.legend(loc="outside lower center", ncols=3, fontsize=10)
@@ -1578,21 +1579,21 @@ assert 0.9 < larger["V"] < 1.1
 assert larger["the weights"] < 0.25
 grown = in_all("all in e4m3", "outliers") / in_all("all in e4m3", "normal")
 lab.read(
-    f"**With outliers the error from q and k is {larger['q and k']:.1f} times as large** "
-    f"(squared, {larger['q and k'] ** 2:.1f}). That from V stays, and that "
-    "from the weights nearly vanishes. The parts nearly add up to all "
-    f"roundings at once (black line), which outliers raise {larger['all']:.1f} times here "
-    f"(squared, {larger['all'] ** 2:.1f}) and {grown:.1f} times above."
+    f"**Outliers make the error from q and k {larger['q and k']:.1f} times as large** (its square, "
+    f"{larger['q and k'] ** 2:.1f} times). The error from V hardly changes, and that from the "
+    "weights nearly vanishes. The parts nearly add up to the error of all roundings at once (black "
+    f"line), which outliers multiply by {larger['all']:.1f} here (squared, "
+    f"{larger['all'] ** 2:.1f}) and by {grown:.1f} in the sample above."
 )
 
 # %%
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    A relative error in V becomes about the same relative error of the output. The error from q
-#    and k grows with the scores, because the exponential turns a shift of a score into a factor of
-#    its weight: if a score of 20 is off by 2 %, its weight is off by half, as :math:`e^{0.4}` is
-#    about 1.5.
+#    With values around 0, a relative error in V causes about the same relative error in the output.
+#    The error from q and k grows with the scores, because the exponential turns a shift of a score
+#    into a factor on its weight: if a score of 20 is 2 % too large, its weight is multiplied by
+#    :math:`e^{0.4}`, about 1.5.
 
 
 # Measuring
@@ -1625,19 +1626,20 @@ by_scores = larger_scores()
 assert by_scores[-1]["their part, %"] < 20 < 50 < by_scores[-1]["queries of one key, %"]
 first, last_row = by_scores[0], by_scores[-1]
 lab.read(
-    "When we make the scores 16 times as large, the error grows "
-    f"{last_row['all in e4m3, %'] / first['all in e4m3, %']:.1f} times with q, k and V in 8 bits, "
-    "and not at all with V alone."
+    "With scores 16 times as large, the error grows by a factor of "
+    f"{last_row['all in e4m3, %'] / first['all in e4m3, %']:.1f} with q, k and V in 8 bits, but "
+    "not at all with V alone."
     if last_row["V in e4m3, %"] <= first["V in e4m3, %"]
     else "With scores 16 times as large, the error is "
-    f"{last_row['all in e4m3, %']:.1f} % instead of {first['all in e4m3, %']:.1f} % if q, k and V "
-    f"have 8 bits, and {last_row['V in e4m3, %']:.1f} % instead of {first['V in e4m3, %']:.1f} % "
-    "if V alone has."
+    f"{last_row['all in e4m3, %']:.1f} % instead of {first['all in e4m3, %']:.1f} % with q, k and "
+    f"V in 8 bits, and {last_row['V in e4m3, %']:.1f} % instead of "
+    f"{first['V in e4m3, %']:.1f} % with V alone."
 )
 
 # %%
-# **A rotation of q and k helps against outliers**: their scores stay, and a large element is spread
-# over all columns (FlashAttention-3; QuaRot by Ashkboos and others, 2024). Exercise 1 measures it.
+# **Rotating q and k helps against outliers**: the scores stay the same, while each large element is
+# spread over all columns (FlashAttention-3; QuaRot by Ashkboos et al., 2024). Exercise 1 measures
+# it.
 
 # %%
 
@@ -1662,9 +1664,9 @@ lab.together(
         "queries",
     ),
     lab.read(
-        "With outliers this sample has another error than the first figure of this section, which "
-        "shows the worst of 32 heads of 4,096 queries of other random data, because few of the "
-        "numbers are outliers and heads differ in them (last column)."
+        "With outliers, the error of this sample differs from the one in the first figure of this "
+        "section, which shows the worst of 32 heads of 4,096 queries of other random data: "
+        "outliers are rare, and heads differ in them (last column)."
     ),
     lab.table(
         by_scores,
@@ -1672,16 +1674,16 @@ lab.together(
         "0.9 of the weight, and their part of the squared error that comes from q and k",
     ),
     lab.read(
-        "The error grows less than the scores, because a query that gives one key nearly all of "
-        f"its weight hardly errs. At 16 times, {last_row['queries of one key, %']} % of the "
-        f"queries are of this kind, and they make only {last_row['their part, %']} % of the "
-        "squared error that comes from q and k."
+        "The error grows less than the scores, because a query that gives nearly all of its weight "
+        f"to one key has hardly any error. At 16 times, {last_row['queries of one key, %']} % of "
+        f"the queries are of this kind, and they contribute only {last_row['their part, %']} % of "
+        "the squared error that comes from q and k."
     ),
     lab.read(
-        f"The {sum_error(1, KEYS[-1], 'promoted'):.2f} % with promotion was smaller because the "
-        "values lay around 1 there. An average of n values around 0 shrinks as 1/√n, and so does "
-        "its error, so their ratio stays. Around 1 the average stays 1, and only the error "
-        "shrinks. With 4,096 keys, rounding the weights alone costs "
+        f"The {sum_error(1, KEYS[-1], 'promoted'):.2f} % with promotion was smaller because those "
+        "values lay around 1. An average of n values around 0 shrinks as 1/√n, and so does its "
+        "error, so that their ratio stays the same. Around 1 the average stays 1, and only the "
+        "error shrinks. With 4,096 keys, rounding the weights alone costs "
         f"{sum_error(0, 4096, 'rounding alone'):.1f} % around 0, and "
         f"{sum_error(1, 4096, 'rounding alone'):.1f} % around 1."
     ),
@@ -1690,10 +1692,9 @@ lab.together(
 # How fast is it?
 # ---------------
 #
-# We time the kernel above on operands that have 8 bits already; what quantising adds comes below.
-# Beside it stand, in 16 bits, our fastest, for Hopper alone (:doc:`/chapters/attention_hopper`),
-# and PyTorch's by cuDNN. A matmul in bfloat16 is the
-# :term:`limit` of 16 bits.
+# We time the kernel on operands already in 8 bits, and add the cost of quantising later. We compare
+# it with two 16-bit kernels: our fastest, for Hopper alone (:doc:`/chapters/attention_hopper`), and
+# cuDNN's, called through PyTorch. A matmul in bfloat16 is the :term:`limit` for 16 bits.
 
 
 # Measuring
@@ -1846,13 +1847,13 @@ def at_its_best(sweep):
 beside_theirs = [s for s in speed.elsewhere if "H100" in s.provenance["gpu"]]
 our_best = [at_its_best(s) for s in beside_theirs[:1] or [speed] if s.provenance]
 lab.read(
-    f"**At length 16,384 attention in 8 bits is {of_fp8 / of_default:.2f} times as fast as our "
-    "fastest kernel in 16.** We timed no other library in 8 bits. The paper on FlashAttention-3 "
-    "reports close to 1,200 TFLOP/s at its best, on an H100"
+    f"**At length 16,384, attention in 8 bits is {of_fp8 / of_default:.2f} times as fast as our "
+    "fastest 16-bit kernel.** We did not time other libraries in 8 bits. The FlashAttention-3 "
+    "paper reports close to 1,200 TFLOP/s at best on an H100"
     + "".join(
-        f", where ours reaches {best} {how}"
+        f", where ours reaches at most {best} {how}"
         if gpu == "H100"
-        else f"; ours reaches {best} on the {gpu} {how}"
+        else f"; ours reaches at most {best} on the {gpu} {how}"
         for best, gpu, how in our_best
     )
     + "."
@@ -1872,11 +1873,13 @@ ratios = {
 }
 lost = sum(ratio < 0.995 for ratio in ratios.values())
 lab.read(
-    "**With V alone in 8 bits** attention is "
+    "**With V alone in 8 bits**, attention is "
     + (
-        "no faster than our fastest in 16. "
-        if of_v / of_default < 1.02
-        else f"{of_v / of_default:.2f} times as fast as our fastest in 16. "
+        "hardly faster than our fastest 16-bit kernel. "
+        if 1 < of_v / of_default < 1.02
+        else "no faster than our fastest 16-bit kernel. "
+        if of_v / of_default <= 1
+        else f"{of_v / of_default:.2f} times as fast as our fastest 16-bit kernel. "
     )
     + "**A kernel with roles** (next chapter) is slower in 8 bits than the one above in "
     f"{lost} of {len(ratios)} cases."
@@ -2118,14 +2121,14 @@ lab.together(
 )
 
 # %%
-# Why it is not twice as fast
-# ---------------------------
+# Why is it not twice as fast?
+# ----------------------------
 #
-# Every score also needs an exponential, a maximum, a sum, a scaling and a conversion. Other units
-# of an :term:`SM` compute them, and gain nothing from 8 bits. The figure counts the cycles of one
-# tile with head_dim 128. All but the matmuls are counted in the machine code of one of our kernels
-# in 8 bits. We assume that both kernels overlap equally, with these instructions one at a time and
-# matmuls at full speed.
+# Besides the matmuls, every score needs an exponential, a maximum, a sum, a scaling and a
+# conversion. Other units of an :term:`SM` compute these and gain nothing from 8 bits. The figure
+# shows the cycles of one tile with head_dim 128; for all but the matmuls, we counted instructions
+# in the machine code of one of our 8-bit kernels. We assume that both kernels overlap equally, that
+# these instructions run one at a time, and that matmuls run at full speed.
 
 
 # Measuring
@@ -2227,11 +2230,11 @@ def units_drawn(axes):
 
 
 lab.sketch(
-    "What one tile asks of the matrix unit, and of the other units",
+    "Cycles for one tile, in the matrix unit and in the other units",
     "For 16 and for 8 bits, a bar for the matrix unit, one for the other units, and one for both "
     "in turns. "
     + " ".join(
-        f"With {name}: {matmul:,.0f} cycles of matmuls, beside {exponentials:,.0f} of exponentials "
+        f"With {name}: {matmul:,.0f} cycles of matmuls, and {exponentials:,.0f} of exponentials "
         f"and {max(all_else - exponentials, 0) if work.rows else 0:,.0f} of others."
         for name, matmul in MATMULS.items()
     ),
@@ -2251,13 +2254,13 @@ def gain_if(combine):
 
 in_turns, side_by_side = gain_if(lambda x, y: x + y), gain_if(max)
 lab.read(
-    "**In 8 bits the matmuls take half as many cycles, and everything else takes as many as "
+    "**In 8 bits, the matmuls need half as many cycles, but everything else needs as many as "
     f"before.** If the units took turns, 8 bits would be {in_turns:.2f} times as fast. If they "
-    f"worked side by side, the gain would be only {side_by_side:.2f}, because the matrix "
-    "unit would wait for the others."
+    f"worked side by side, the factor would be only {side_by_side:.2f}, as the matrix unit would "
+    "wait for the others."
     if side_by_side < 1.2
-    else f"By this count 8 bits gain {in_turns:.2f} if the units take turns, and "
-    f"{side_by_side:.2f} if they work side by side."
+    else f"By this count, 8 bits would be {in_turns:.2f} times as fast if the units took turns, "
+    f"and {side_by_side:.2f} times if they worked side by side."
 )
 
 # %%
@@ -2273,10 +2276,11 @@ gains_of = {
 }
 shorter = gains_of[64][0] < gains_of[128][0]
 lab.read(
-    f"**Measured, the kernel above is {gains_of[128][0]:.2f} times as fast as the same Triton "
-    "code in 16 bits**"
+    f"**In fact, the kernel is {gains_of[128][0]:.2f} times as fast as the same Triton code in 16 "
+    "bits**"
     + (
-        ", more than either count, so at least one assumption is wrong. We did not measure which."
+        ", more than either count predicts. At least one of our assumptions is therefore wrong; "
+        "we did not measure which."
         if gains_of[128][0] > max(in_turns, side_by_side)
         else "."
     )
@@ -2344,11 +2348,11 @@ lab.together(
 )
 
 # %%
-# When quantising pays
-# --------------------
+# When does quantising pay?
+# -------------------------
 #
-# In a model q, k and v come in bfloat16, so eight bits must first earn back the time of quantising.
-# No element can be rounded before the largest of its head, the :term:`amax`, is known. So
+# In a model, q, k and v arrive in bfloat16, so FP8 must first earn back the time that quantising
+# takes. Since no element can be rounded before the largest of its head, the :term:`amax`, is known,
 # ``quantize`` reads each element twice and writes it once.
 
 
@@ -2441,32 +2445,32 @@ lab.table(
     [
         {"at length 4,096": what, "ms": f"{ms:.3f}"}
         for what, ms in (
-            ("quantize, of q, k and v", cost),
-            ("a copy of as many bytes", all_three("copy")),
+            ("quantize, for q, k and v", cost),
+            ("a copy that moves as many bytes", all_three("copy")),
             (
                 "quantising in PyTorch, not compiled",
                 all_three("PyTorch"),
             ),
             ("quantising in PyTorch, compiled", with_compiler),
-            ("what FP8 saves of attention, no mask", saved),
+            ("time that FP8 saves in attention, no mask", saved),
         )
         if ms == ms
     ]
     if rounding.rows
     else [],
-    "What quantising costs, and what FP8 saves, 4 texts of 16 heads",
+    "Cost of quantising, and time saved by FP8, 4 texts of 16 heads",
 )
 
 # %%
 
 # Reading
 lab.read(
-    "Every length has the same number of tokens in all, so quantising always costs the same, while "
-    "what FP8 saves grows with the length. From these times we predict that FP8 pays from about "
-    f"{round(begin, -2):,.0f} keys on, and from {round(2 * begin, -2):,.0f} with a causal mask, "
+    "The total number of tokens is fixed, so quantising costs the same at every length, while the "
+    "saving grows with the length. From this table we predict that FP8 pays from about "
+    f"{round(begin, -2):,.0f} keys on, or from {round(2 * begin, -2):,.0f} with a causal mask, "
     "which halves the saving."
     if not saved <= 0
-    else "At length 4,096 FP8 saves no time of attention that could pay for this."
+    else "At length 4,096, FP8 saves no time in attention that could pay for this."
 )
 
 # %%
@@ -2481,7 +2485,8 @@ lab.read(
 #
 #    The second kernel takes the tiles in the opposite order. An operand (64 MiB below) is larger
 #    than the L2 cache, which evicts what was used least recently. In the same order, every tile
-#    would be evicted just before it is needed again; the tiles that were read last are still there.
+#    would be evicted just before it is needed again; in the opposite order, the tiles read last are
+#    still in the cache.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/quantize.py
 #       :language: python
@@ -2502,7 +2507,7 @@ lab.read(
 #       :pyobject: divide
 
 # %%
-# Now we time the whole way from bfloat16. FP8 pays where its line is above 1.
+# Now we time the whole path from bfloat16. FP8 pays where its line is above 1.
 
 
 # Measuring
@@ -2570,7 +2575,9 @@ def draw_relative(axes, rows):
     axes.axhline(1, color=lab.colour("matmul"), linestyle="--")
     axes.set_xscale("log", base=2)
     axes.set_xticks(LENGTHS, [f"{n:,}" for n in LENGTHS])
-    axes.set(ylim=(0, None), xlabel="length", ylabel="our fastest in 16 bits is 1")
+    axes.set(
+        ylim=(0, None), xlabel="length", ylabel="speed (our fastest in 16 bits: 1)"
+    )
 
 
 def describe_relative(rows):
@@ -2667,9 +2674,9 @@ lab.read(
         else f"**FP8 with `quantize` begins to pay {in_words('full')} keys without a mask, and "
         f"{in_words('causal')} with a causal one.** "
     )
-    + "With PyTorch's operations, one after the other, it "
+    + "With PyTorch's operations instead, one after the other, it "
     + (
-        "never pays here"
+        "never pays at these lengths"
         if in_operations < 1
         else f"reaches {in_operations:.2f} times the speed of bfloat16 at best"
     )
@@ -2716,8 +2723,8 @@ lab.together(
         )
     ),
     lab.read(
-        "A cache that keeps keys and values in 8 bits would avoid "
-        "nearly all of the cost, but has to choose their scale before it knows the largest."
+        "A cache that keeps keys and values in 8 bits would avoid nearly all of the cost, but it "
+        "has to choose their scale before it knows the largest element."
     ),
 )
 
@@ -2725,12 +2732,13 @@ lab.together(
 # What breaks it
 # --------------
 #
-# Three mistakes raise no error. The first two are a wrong descale and one power of two too many.
+# Three mistakes raise no error. The first is a descale that does not match what is stored, the
+# second a factor of :math:`2^9` for the weights.
 #
 # .. code-block:: python
 #
 #    half = (stored.float() / 2).to(stored.dtype)
-#    Quantized(half, descale)  # wrong: the product is halved
+#    Quantized(half, descale)  # wrong: every value is halved
 #    Quantized(half, 2 * descale)  # right
 
 
@@ -2762,21 +2770,21 @@ lab.table(
         {"mistake": what, "error": f"{wrong:.0f} %", "without it": f"{right:.1f} %"}
         for what, wrong, right in (
             (
-                "the stored V is halved, its descale not doubled",
+                "stored V halved, its descale not doubled",
                 descale_lost,
                 descale_kept,
             ),
             ("weights times 2⁹, one key ahead by 6", with_9, with_8),
         )
     ],
-    "Error of the output, against attention of the values that were stored",
+    "Error of the output, not counting the rounding of q, k and v",
 )
 
 # %%
-# **A flattened descriptor of the transposed V** is a mistake in Triton's tutorial on fused
-# attention. V, of shape (heads, head_dim, length), has a :term:`descriptor` of *one* matrix with
-# head_dim rows and heads · length columns, and a head is sought at the column equal to its offset
-# in memory. With two heads, head_dim 2 and 3 keys:
+# The third, **a flattened descriptor of the transposed V**, occurs in Triton's tutorial on fused
+# attention. Its :term:`descriptor` treats V, of shape (heads, head_dim, length), as *one* matrix
+# with head_dim rows and heads · length columns, and looks for a head at the column equal to its
+# offset in memory. With two heads, head_dim 2 and 3 keys:
 #
 # .. image:: /figures/attention-fp8-flat.svg
 #    :alt: Above, 12 numbers in memory, 0 to 5 of head 0 and 6 to 11 of head 1. Below, two rows of
@@ -2784,7 +2792,7 @@ lab.table(
 #          column 5 marks where the matrix ends. The tile of head 0 has columns 0 to 2, inside. The
 #          tile of head 1 has columns 6 to 8, behind the line, and reads as 0.
 #
-# The address is right, but the hardware that copies tiles gives zeros for what lies outside.
+# The address is right, but the hardware that copies tiles returns zeros for whatever lies outside.
 
 
 # Measuring
@@ -2848,14 +2856,14 @@ assert [row["every head right"] for row in rows] == ["no", "no", "yes"]
 
 # Reading
 lab.read(
-    "Only the first heads / head_dim of them begin inside. **In a small kernel with this mistake "
+    "Only the first heads / head_dim heads begin inside. **In a small kernel with this mistake "
     f"and head_dim {v_t.shape[1]}, {rows[0]['heads of zeros']} of {len(v_t)} heads become zeros, "
-    "and the tutorial's test accepts them**, as it would accept zeros alone, because it "
-    "allows an absolute error of 3, and averages of normal numbers are smaller."
+    "and the tutorial's test accepts them.** It would even accept zeros alone, because it allows "
+    "an absolute error of 3, and averages of normal numbers are smaller."
 )
 
 # %%
-# So compare each head with its own truth, and make sure that zeros fail. (The 3 is ``atol`` in `its
+# A good test compares each head with its own truth and rejects zeros. (The 3 is ``atol`` in `its
 # code <https://github.com/triton-lang/triton/blob/main/python/tutorials/06-fused-attention.py>`__.)
 
 # %%
@@ -2870,19 +2878,20 @@ lab.together(
 # In short
 # --------
 #
-# To lose no more than it has to, attention in 8 bits needs four changes: a descale per head, V
-# stored transposed, weights times :math:`2^8`, and a matrix unit that sums one tile only.
+# To lose no more than necessary, attention in 8 bits needs four changes: a descale for each head, V
+# stored transposed, weights times :math:`2^8`, and a matrix unit that sums one tile at a time.
 
 # %%
 
 # Reading
 lab.read(
-    f"The output is off by {in_all('all in e4m3', 'normal'):.1f} % on normal data and "
+    f"The output is off by {in_all('all in e4m3', 'normal'):.1f} % on normal data and by "
     f"{in_all('all in e4m3', 'outliers'):.1f} % with outliers. "
-    f"Attention in 8 bits is {of_fp8 / of_default:.2f} times as fast as our fastest kernel in 16, "
-    f"and not twice: even a matmul gains only {fast / slow:.2f}, and the other arithmetic nothing"
+    f"Attention in 8 bits is {of_fp8 / of_default:.2f} times as fast as our fastest 16-bit kernel. "
+    f"It is not twice as fast, because even a matmul is only {fast / slow:.2f} times as fast, and "
+    "the other arithmetic gains nothing"
     + (
-        ". With quantising it pays only for long inputs, from about "
+        ". With quantising, it pays only for long inputs, from about "
         f"{round(crossings['full'], -2):,.0f} keys on without a mask."
         if crossed
         else "."
@@ -2894,16 +2903,16 @@ lab.read(
 # ---------
 #
 # **1. A rotation against outliers.** For any orthogonal matrix :math:`R`, :math:`(qR)(kR)^\top =
-# qk^\top`. Apply one before ``quantize`` that spreads a large element over all columns. Does it
-# help?
+# qk^\top`. Before ``quantize``, apply one that spreads a large element over all columns. Does the
+# error shrink?
 
 # %%
 
 # Solution: a rotation against outliers
 #
 # The rows of a Hadamard matrix are orthogonal, and its entries are plus or minus one. The rotation
-# gains most where a whole column is large, less where a few large elements lie anywhere, and
-# nothing on normal data.
+# helps most where a whole column is large, less where a few large elements lie anywhere, and not at
+# all on normal data.
 
 
 def hadamard(n, device):
@@ -2934,16 +2943,16 @@ assert rows[2]["rotated, %"] < rows[2]["as they are, %"]
 lab.table(rows, "Error with all operands in e4m3, against the original")
 
 # %%
-# **2. One descale for each column of K.** Divide a large column of k by a number before rounding,
-# and multiply the same column of q by it. Does it help?
+# **2. One descale for each column of K.** Before rounding, divide a large column of k by a number
+# and multiply the same column of q by it. Does the error shrink?
 
 # %%
 
 # Solution: one descale for each column of K
 #
 # Not in e4m3, because a floating-point number carries its own exponent: a factor does not change
-# the bound of its relative error, unless it was below the range. With int8, which has no exponent,
-# it does.
+# the bound of its relative error, unless the number was below the range. With int8, which has no
+# exponent, it does.
 
 q, k, v = torch.randn(3, 1, 4, 128, 64, device=runtime.DEVICE)
 k[..., 5] *= 6
@@ -2964,15 +2973,16 @@ for name, factor in (("per head", torch.ones_like(column)), ("per column", colum
 lab.table(rows, "Error of the result when K alone is rounded")
 
 # %%
-# **3. One descale for each block of V.** If the later values of a text are much larger, one descale
-# per head rounds the early ones to zero. Can each block of keys have its own, without a new kernel?
+# **3. One descale for each block of V.** If the later values of a text are much larger, a single
+# descale per head rounds the early ones to zero. Can each block of keys have its own, without a new
+# kernel?
 
 
 # %%
 
 # Solution: one descale for each block of V
 #
-# Treat each block of keys as a head of its own, with its own descale, and merge the parts by lse.
+# Treat each block of keys as a separate head, with its own descale, and merge the parts by lse.
 # We test it where the first half of the queries looks at the first half of the keys only, whose
 # values are tiny.
 
@@ -3004,12 +3014,12 @@ lab.table(rows, "Values that grow a million times")
 # References
 # ----------
 #
-# - Micikevicius and others. *FP8 formats for deep learning.* arXiv:2209.05433, 2022.
+# - Micikevicius et al. *FP8 formats for deep learning.* arXiv:2209.05433, 2022.
 # - Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao. *FlashAttention-3: fast and accurate attention
 #   with asynchrony and low-precision.* arXiv:2407.08608, 2024.
 # - Xiao, Tian, Chen, Han, Lewis. *Efficient streaming language models with attention sinks.*
 #   arXiv:2309.17453, 2023.
-# - Ashkboos and others. *QuaRot: outlier-free 4-bit inference in rotated LLMs.* arXiv:2404.00456,
+# - Ashkboos et al. *QuaRot: outlier-free 4-bit inference in rotated LLMs.* arXiv:2404.00456,
 #   2024.
 # - NVIDIA. *Parallel thread execution ISA*, warpgroup-level matrix instructions: which operands may
 #   be transposed.

@@ -2,26 +2,26 @@
 Forward at the speed of Hopper
 ==============================
 
-Attention needs matmuls and exponentials, and while a kernel waits for one kind, the units for the
-other easily stand idle. *Which loop keeps the matmul units at work, and what is each change to it
+Attention needs matmuls and exponentials, and a kernel that waits for one kind easily leaves the
+units for the other idle. *Which loop keeps the matmul units at work, and what is each change to it
 worth?*
 
-Picture two cooks who share one oven. The oven is always in use only if one cook prepares while the
-other bakes, or if each prepares his next dish while his own bakes. Here the matmul units are the
-oven, and the exponentials are what is to be prepared. We climb to a faster kernel in six rungs, one
-change each. Without a mask, one of them brings the whole gain, though not for the reason that we
-expected. The kernel at the top is still slower than a library at most points.
+Picture two cooks who share one oven. The oven stays in use only if one cook prepares while the
+other bakes, or if each prepares his next dish while his last one bakes. The matmul units are our
+oven, and the exponentials are the preparation. We climb to a faster kernel in six rungs, each a
+single change. Without a mask, one rung brings the entire gain, and not for the reason we expected.
+Even the kernel at the top is slower than a library at most of our points.
 
 You will learn
 
-- in which order a loop issues its work so that the matmul units wait less, and how much of its gain
-  we can explain;
-- how to check in the machine code (:term:`SASS`), and on a timeline of the :term:`SM`, whether a
+- how to order a loop so that its matmul units wait less, and how much of the gain we can explain;
+- how to check, in the machine code (:term:`SASS`) and on a timeline of the :term:`SM`, whether a
   kernel does what you planned;
-- when it pays to write such a kernel.
+- how to decide when such a kernel is worth writing.
 
-The kernels are written in :term:`Gluon`, Triton's lower language, and need a Hopper GPU (H100,
-H200). Elsewhere this page checks the order of the loop in PyTorch, and replays a recorded run.
+The kernels are written in :term:`Gluon`, Triton's lower-level language, and need a Hopper GPU
+(H100, H200). Elsewhere this page checks the order of the loop in PyTorch and replays a recorded
+run.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -88,51 +88,50 @@ def cycles(head_dim, rows=128, keys=128):
 
 matmuls, exponentials = cycles(128)
 lab.read(
-    "Attention gives different units work that can run at the same time: for each score the matmul "
-    "units do 4 operations per element of head_dim, and other units compute one exponential. In 16 "
-    f"bits a Hopper SM does {MATMUL_RATE:,} matmul operations per cycle, and {EXPONENTIAL_RATE} "
-    "exponentials. So at head_dim 128 a tile of 128 queries and 128 keys takes "
-    f"{matmuls:,.0f} cycles of matmuls and {exponentials:,.0f} of exponentials. If the two never "
-    "ran at the same time, the matmul units would be idle for "
+    "Attention gives different units work that can run at the same time: for each score, the "
+    "matmul units do 4 operations per element of head_dim, while other units compute one "
+    f"exponential. Per cycle, a Hopper SM performs {MATMUL_RATE:,} matmul operations in 16 bits, "
+    f"but only {EXPONENTIAL_RATE} exponentials. At head_dim 128, a tile of 128 queries and 128 "
+    f"keys therefore takes {matmuls:,.0f} cycles of matmuls and {exponentials:,.0f} of "
+    "exponentials. If the two never overlapped, the matmul units would be idle for "
     f"{100 * exponentials / (matmuls + exponentials):.0f} % of the time."
 )
 
 # %%
 # The kernel of :doc:`/chapters/attention_fast`, here called *plain Triton*, puts two
 # :term:`programs <program>` on an SM, so that one can use the :term:`matmul units <matrix unit>`
-# while the other computes exponentials. Plain Triton does not let us see or decide whether they
+# while the other computes exponentials. Plain Triton lets us neither see nor decide whether they
 # really alternate.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    Give each warp a role, and let every consumer issue two matmuls together: the scores of a tile
-#    and the sum of the tile before. It then comes to the matmul units once per tile instead of
-#    twice, and can compute exponentials while its sum runs. Issuing both together pays; forcing
-#    the overlap hardly does.
+#    Give each warp a role, and let every consumer issue two matmuls together: the scores of one
+#    tile and the weighted sum of the tile before. It then visits the matmul units once per tile
+#    instead of twice, and can compute exponentials while its sum runs. Issuing both together pays;
+#    forcing the overlap pays little at best.
 #
-# The roles are those of :doc:`/chapters/warps_with_roles`. A *loader* :term:`warp` fills a ring of
-# tiles of keys and a ring of tiles of values. Two *consumers*, each a :term:`warpgroup` with 64
-# queries of its own, compute. Each slot of a ring has a ``full`` and an ``empty``
-# :term:`barrier <mbarrier>`.
+# The roles come from :doc:`/chapters/warps_with_roles`. A *loader* :term:`warp` fills two rings,
+# one with tiles of keys and one with tiles of values. Two *consumers*, each a :term:`warpgroup`
+# with its own 64 queries, compute. Each slot of a ring has a ``full`` and an ``empty``
+# :term:`barrier <mbarrier>`. It remains to choose the order in which a consumer works.
 
 # %%
 # The order of the loop
 # ---------------------
 #
-# If the scores run one tile ahead, a consumer has exponentials to compute during a matmul.
+# A consumer that computes its scores one tile ahead has exponentials to compute during a matmul.
 # Matmuls on Hopper are asynchronous: a warpgroup *issues* one and *waits* for its result later. The
-# exponentials of a tile need its scores, but the weighted sum of the tile *before* needs nothing of
-# this tile. So iteration :math:`i`
+# exponentials of a tile need its scores, but the weighted sum of the tile *before* needs nothing
+# from this tile. Iteration :math:`i` therefore
 #
-# 1. issues the scores :math:`s_i = q k_i^T`, and behind them the sum: ``acc`` grows by
-#    :math:`p_{i-1} v_{i-1}`;
-# 2. waits for the scores only, and *weighs* them while the sum is computed: the new maximum is
-#    :math:`m_i`, and it computes :math:`\alpha = e^{m_{i-1} - m_i}` and
-#    :math:`p_i = e^{s_i - m_i}`;
+# 1. issues the scores :math:`s_i = q k_i^T`, and right behind them the sum, which adds
+#    :math:`p_{i-1} v_{i-1}` to ``acc``;
+# 2. waits only for the scores, and *weighs* them while the sum runs: it finds the new maximum
+#    :math:`m_i` and computes :math:`\alpha = e^{m_{i-1} - m_i}` and :math:`p_i = e^{s_i - m_i}`;
 # 3. waits for the sum, and multiplies ``acc`` by :math:`\alpha`.
 #
-# At full rates, for the 64 queries of one consumer:
+# At full rates, the timeline of one consumer and its 64 queries is:
 
 
 # Drawing
@@ -179,11 +178,11 @@ lab.sketch(
 )
 
 # %%
-# One consumer alone saves a third of its time. But the kernel has two, and while one weighs, the
-# other can use the units in either loop, so only a measurement tells what the order is worth.
+# A lone consumer saves a third of its time. The kernel has two, however, and in either loop one can
+# use the units while the other weighs. Only a measurement can tell what the order is worth.
 #
-# In PyTorch, from the last tile of keys to the first (for one tile of queries, a causal mask then
-# cuts only the tiles visited first), where ``seen`` is the mask:
+# In PyTorch, where ``seen`` is the mask, the loop runs from the last tile of keys to the first. For
+# any tile of queries, a causal mask then cuts only the tiles visited first:
 #
 # .. literalinclude:: attention_hopper.py
 #    :language: python
@@ -288,12 +287,11 @@ assert [error > 1e-2 for error in errors.values()] == [False, True, True]
 
 # Reading
 lab.read(
-    "**What breaks it.** Two mistakes raise no error. Rescaling `acc` as soon as alpha is known, "
-    "`acc * alpha + p @ v_before`, looks natural. It makes an error of "
-    f"{errors['rescale too early']:.2f} of the result's size, where the loop above makes "
-    f"{errors['none']:.0e}, because the sum that arrives was weighed with the old maximum. Without "
-    f"the line after the loop the error is {errors['forget the end']:.2f}, because the sum of the "
-    "last tile is missing."
+    "**What breaks it.** Two mistakes raise no error. It looks natural to rescale `acc` as soon as "
+    "alpha is known, with `acc * alpha + p @ v_before`. The error is then "
+    f"{errors['rescale too early']:.2f} of the result's size, against {errors['none']:.0e} for the "
+    "loop above, because the arriving sum was weighed with the old maximum. Without the line after "
+    f"the loop, the error is {errors['forget the end']:.2f}: the sum of the last tile is missing."
 )
 
 # %%
@@ -309,8 +307,8 @@ lab.together(in_order_of_kernel, mistaken)
 # The loop in Gluon
 # -----------------
 #
-# In Gluon the loop has the same three steps and the same names. It begins with both matmuls, and
-# each waits for its operand to arrive in shared memory:
+# In Gluon the loop has the same three steps and the same names. First it issues both matmuls,
+# waiting before each for its operand to arrive in shared memory:
 #
 # .. code-block:: python
 #
@@ -323,7 +321,7 @@ lab.together(in_order_of_kernel, mistaken)
 #        mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
 #        acc = warpgroup_mma(p, v_s.index(before), acc, is_async=True)
 #
-# Then it weighs, and only after that waits for the sum:
+# Then it weighs, and only afterwards waits for the sum:
 #
 # .. code-block:: python
 #
@@ -340,31 +338,31 @@ lab.together(in_order_of_kernel, mistaken)
 #        acc = acc * gl.convert_layout(alpha, row)[:, None]
 #        p = gl.convert_layout(weights.to(q.dtype), p.type.layout)
 #
-# - Matmuls end in the order of their issue, so ``warpgroup_mma_wait(1)``, which waits until only
-#   one is under way, waits for the *older* one, the scores.
+# - Matmuls finish in the order of their issue. When ``warpgroup_mma_wait(1)`` waits until only one
+#   is under way, it waits for the *older* one, the scores.
 # - Until the last line, ``p`` still belongs to the tile before. ``convert_layout`` gives ``alpha``
-#   the layout of the rows of ``acc``, and the weights that of a matmul's left operand.
-# - ``first`` and ``end`` bound the tiles of the loop, and tile 0 is the last tile of keys.
+#   the layout of the rows of ``acc``, and the weights the layout of a matmul's left operand.
+# - ``first`` and ``end`` bound the tiles that the loop visits; tile 0 is the last tile of keys.
 #
-# The scores of an iteration belong to another tile than its sum. So the first scores and the last
-# sum stand outside the loop, and the loader asks for keys one tile ahead of values.
+# Within an iteration, the scores and the sum belong to different tiles. This puts the first scores
+# and the last sum outside the loop, and the loader must request keys one tile ahead of values.
 #
 # .. dropdown:: The loader, the first scores and the last sum, in Gluon
 #
 #    ``q`` holds the ``ROWS`` = 64 queries of this consumer; ``k_s`` and ``v_s`` are the rings, of
-#    ``STAGES`` = 2 slots with ``BLOCK_N`` = 128 keys or values each. All are in shared memory.
-#    ``.index(slot)`` takes one slot, or its barrier in ``k_full``, and ``permute`` transposes a
-#    tile. ``mbarrier.wait`` takes a parity, which flips each time the ring has gone round once:
-#    ``(i // STAGES) & 1``. ``mbarrier.arrive`` gives a slot back to the loader.
+#    ``STAGES`` = 2 slots with ``BLOCK_N`` = 128 keys or values each. All of them are in shared
+#    memory. ``.index(slot)`` selects one slot, or its barrier in ``k_full``, and ``permute``
+#    transposes a tile. ``mbarrier.wait`` takes a parity, ``(i // STAGES) & 1``, which flips each
+#    time the ring has gone round once. ``mbarrier.arrive`` gives a slot back to the loader.
 #
 #    The scores ``s``, the sum so far ``acc`` and the weights ``p`` are in registers. ``gl.zeros``
-#    only says what ``s`` looks like, because ``use_acc=False`` overwrites it. The weights are
-#    powers of 2 instead of :math:`e`, so ``scale_log2`` is the scale times :math:`\log_2 e`. With a
-#    causal mask, the scores of later keys are set to ``-inf`` first. A layout says which thread
-#    holds which element, and ``row`` is that of one number per query.
+#    only declares what ``s`` looks like, because ``use_acc=False`` overwrites it. The weights are
+#    powers of 2 instead of :math:`e`, which makes ``scale_log2`` the scale times :math:`\log_2 e`.
+#    With a causal mask, the scores of later keys are first set to ``-inf``. A layout says which
+#    thread holds which element; ``row`` is the layout of one number per query.
 #
-#    The loader fills the rings, the last tile of keys first (``of_head`` is the first row of the
-#    head):
+#    The loader fills the rings, beginning with the last tile of keys (``of_head`` is the first row
+#    of the head):
 #
 #    .. literalinclude:: attention_hopper.py
 #       :language: python
@@ -373,8 +371,8 @@ lab.together(in_order_of_kernel, mistaken)
 #       :lines: 1-7
 #       :dedent:
 #
-#    In the same iteration it loads the values of tile :math:`i - 1` likewise. Around the loop, a
-#    consumer does this:
+#    In the same iteration it loads the values of tile :math:`i - 1` in the same way. Before and
+#    after the loop, a consumer does this:
 #
 #    .. code-block:: python
 #
@@ -401,14 +399,14 @@ lab.together(in_order_of_kernel, mistaken)
 # A ladder of six rungs
 # ---------------------
 #
-# One kernel runs every rung; each rung turns on one more switch.
+# One kernel runs every rung, and each rung turns on one more switch:
 #
 # 1. *two roles*: a loader, and two consumers that do one thing after the other;
 # 2. *scores ahead*: the loop above;
-# 3. *a branch*, which forces the assembler to keep the order of that loop;
-# 4. *one loop* for tiles with and without a mask;
-# 5. *row sums in threads*, for :math:`l_i`;
-# 6. *turns* of the two consumers.
+# 3. *a branch*: the assembler must keep the order of that loop;
+# 4. *one loop*: it serves tiles with and without a mask;
+# 5. *row sums in threads*: each thread adds up its part of :math:`l_i`;
+# 6. *turns*: the consumers take turns at the matmul units.
 
 # Whole: rungs 1 to 6
 import triton
@@ -776,9 +774,9 @@ def _roles_kernel(
 
 
 # %%
-# The rungs serve lengths that are multiples of 128. The last bar is *the package's kernel*, rung 6
-# for any length and made persistent. 100 % is the speed of a :term:`cuBLAS` matmul; the length is
-# 4,096 and head_dim 128.
+# The rungs serve only lengths that are multiples of 128. The last bar is *the package's kernel*:
+# rung 6, made persistent and extended to any length. Here 100 % is the speed of a :term:`cuBLAS`
+# matmul, the length is 4,096 and head_dim is 128; *full* means without a mask.
 
 # Measuring
 LADDER = {
@@ -884,7 +882,10 @@ ladder = lab.ladder(
     by="mask",
     where={"seqlen": 4096},
     names={name: f"{number} {name}" for number, name in enumerate(RUNGS, 1)}
-    | {"sums in threads": "5 row sums in threads", "Kernel Book": "the package's"},
+    | {
+        "sums in threads": "5 row sums in threads",
+        "Kernel Book": "the package's kernel",
+    },
 )
 for panel in [
     p for n in plt.get_fignums() if n not in already for p in plt.figure(n).axes
@@ -1025,24 +1026,24 @@ def verdict(change):
     if change != change:
         return f"{nan}"
     if abs(change) < SCATTER:
-        return "makes no difference"
-    return f"{'gains' if change > 0 else 'loses'} {100 * abs(change):.1f} %"
+        return "no difference"
+    return f"{100 * abs(change):.1f} % {'faster' if change > 0 else 'slower'}"
 
 
 def of_both(after, before):
     """What one version gains over another with each mask, in words."""
     full, causal = (verdict(gain(after, m, before)) for m in ("full", "causal"))
     if full == causal:
-        return f"{full}, with a causal mask and without"
-    for verb in ("gains ", "loses "):
-        if full.startswith(verb):
-            causal = causal.removeprefix(verb)
+        return f"{full}, with or without a causal mask"
+    for ending in (" faster", " slower"):
+        if full.endswith(ending):
+            causal = causal.removesuffix(ending)
     return f"{full} without a mask and {causal} with a causal one"
 
 
 def told(name):
     """What a rung gains over the one before, in words."""
-    return f"**Measured:** it {of_both(name, rung_before(name))}. "
+    return f"**Measured:** {of_both(name, rung_before(name))}. "
 
 
 def changed_by(name, before):
@@ -1059,8 +1060,8 @@ last = list(LADDER)[-1]
 changes = [changed_by(name, last) for name in CHANGED]
 for way, before, called in (
     ("a program per tile", last, "the package's kernel, a program per tile"),
-    ("persistent", "a program per tile", "that, persistent, tiles in their order"),
-    ("Kernel Book", "a program per tile", "that, persistent, in pairs if causal"),
+    ("persistent", "a program per tile", "the same, persistent, tiles in order"),
+    ("Kernel Book", "a program per tile", "the same, persistent, in pairs if causal"),
 ):
     changes.append(changed_by(way, before) | {"change": called})
 
@@ -1329,10 +1330,10 @@ both_figures = [
 ]
 close = sum(change < SCATTER for change in twice)
 in_two_timings = lab.read(
-    "The last section times the package's choice twice, under two names, and at "
-    f"{close} of {len(twice)} points the two are closer than {100 * SCATTER:.0f} %; at most they "
-    f"are {100 * max(twice):.1f} % apart. At the length of the ladder, plain Triton and the "
-    f"package's kernel were timed in both figures, at most {100 * max(both_figures):.1f} % apart."
+    "The last section times the package's choice twice, under two names. The two timings are less "
+    f"than {100 * SCATTER:.0f} % apart at {close} of {len(twice)} points, and at most "
+    f"{100 * max(twice):.1f} %. At the length of the ladder, plain Triton and the package's kernel "
+    f"were timed for both figures, at most {100 * max(both_figures):.1f} % apart."
     if speed.rows and steps.rows
     else f"{nan}"
 )
@@ -1342,10 +1343,10 @@ lab.together(all_right, in_two_timings)
 
 # Reading
 lab.read(
-    f'Below, less than {100 * SCATTER:.0f} % counts as "no difference": two timings of one kernel '
-    f"are up to {100 * max(twice):.1f} % apart."
+    f'Below, "no difference" means less than {100 * SCATTER:.0f} %, since two timings of one '
+    f"kernel are up to {100 * max(twice):.1f} % apart."
     + (
-        " So rung 2 brings the whole gain without a mask; the next sections ask why."
+        " By this rule, rung 2 brings the entire gain without a mask. The next sections ask why."
         if all(
             gain(name, "full", "scores ahead") < SCATTER
             for name in [*list(LADDER)[2:], "Kernel Book"]
@@ -1361,28 +1362,29 @@ lab.read(
 # -----------------
 #
 # **The change:** a loader loads, and two consumers share the matmul units. Each issues its scores
-# and waits for them, weighs, issues its sum and waits for that. **Expected:** a gain, because the
-# consumers need not load, and one cook can prepare while the other bakes.
+# and waits for them, weighs them, then issues its sum and waits again. **Expected:** a gain,
+# because the consumers need not load and one cook can prepare while the other bakes.
 
 # Reading
 lab.read(told("two roles"))
 
 # %%
-# To see why the expected gain is missing, we let the consumers of one program take *stamps*. A
-# stamp reads the SM's cycle counter (``mov.u32 $0, %clock;`` in inline assembly) and stores it, one
-# number per role, iteration and event. Only the ladder shows how fast a rung is: we did not measure
-# how much time the stamps take, and 100 % is cuBLAS there, but here the full rate of the units.
+# To see where the expected gain went, we let the consumers of one program take *stamps*. A stamp
+# reads the SM's cycle counter (``mov.u32 $0, %clock;`` in inline assembly) and stores it, one
+# number per role, iteration and event. For the speed of a rung, trust only the ladder: we did not
+# measure how much time the stamps take, and here 100 % is the full rate of the units, not cuBLAS.
 #
 # .. dropdown:: A stamp in Gluon, where the stamps stand, and what idle means
 #
 #    A consumer of rung 1 has six events (``EVENTS``): it asks for keys, has them and issues its
 #    scores, has issued them, sees the scores, has weighed them and issues its sum, and sees the
 #    sum. ``is_pure=False`` keeps the compiler from merging the reads or leaving them out. Only
-#    program 0 stores them. On rung 2 no stamp stands between the two waits, because it could keep
-#    the second from moving. So in its timeline the end of a consumer's two matmuls is computed.
+#    program 0 stores its stamps. On rung 2 we place no stamp between the two waits, because it
+#    could keep the second from moving; in its timeline, the end of a consumer's two matmuls is
+#    computed.
 #
-#    *Idle* is relative to the full rate of the matmul units, and the ladder to cuBLAS, so the two
-#    do not add up to 100 %.
+#    *Idle* is relative to the full rate of the matmul units, whereas the ladder is relative to
+#    cuBLAS. The two therefore do not add up to 100 %.
 #
 #    .. code-block:: python
 #
@@ -1396,8 +1398,8 @@ lab.read(told("two roles"))
 #           gl.store(at, now, mask=gl.program_id(0) == 0)
 #
 # A consumer's bar is grey or orange from the issue of a matmul to its result, and blue, with the
-# number of the tile of keys, while it does all else, which is mostly to weigh. The lowest row is
-# computed: it serves the matmuls in the order of their issue, each for 512 cycles, the full rate.
+# number of the tile of keys, during its other work, which is mostly weighing. The bottom row is
+# computed: it serves the matmuls in the order of their issue, at the full rate of 512 cycles each.
 
 
 # Drawing
@@ -1443,7 +1445,7 @@ def named_inks(axes):
     """Name the colours of the bars in the legend."""
     for role, ink in INKS.items():
         axes.barh(0, 0, label=f"matmuls of {role[-1]}", color=lab.colour(ink))
-    axes.barh(0, 0, color=lab.colour("Kernel Book"), label="all else")
+    axes.barh(0, 0, color=lab.colour("Kernel Book"), label="other work")
 
 
 def mark_the_line(axes, rows, version, place, start):
@@ -1523,7 +1525,7 @@ def timelines(version, lanes, height, tiles=2, marked=""):
 LANES = (*CONSUMERS, UNITS)
 lab.draw(
     traced,
-    "Rung 1: both weigh, and the matmul units are idle",
+    "Rung 1: while both weigh, the matmul units are idle",
     in_words("two roles"),
     timelines("two roles", LANES, 3.2, marked="line"),
 )
@@ -1543,15 +1545,15 @@ lab.read(
     f"**The units are idle for {100 * idle_units(traced.rows, 'two roles'):.0f} % of the time,** "
     "because the cooks do not alternate. "
     + (
-        "After its sum, a consumer is back so soon that its next scores stand in line behind the "
+        "After its sum, a consumer is back so soon that its next scores wait in line behind the "
         "other's sum, and the other's scores follow right behind them. "
         if after_sum < half
         else ""
     )
-    + f"So the two begin to weigh only {only_apart} apart, and while both weigh nobody has a "
-    "matmul for the units."
+    + f"The two therefore begin to weigh only {only_apart} apart, and while both weigh, neither "
+    "has a matmul for the units."
     + (
-        " Why plain Triton is faster without a mask is open."
+        " We do not know why plain Triton is faster without a mask."
         if gain("two roles", "full") < -SCATTER
         else ""
     )
@@ -1561,23 +1563,23 @@ lab.read(
 # Rung 2: scores ahead
 # --------------------
 #
-# **The change:** the scores run one tile ahead, so that a consumer comes to the units once per
-# tile, with two matmuls. **Expected:** a gain, above all because a consumer then weighs while its
-# own sum runs.
+# **The change:** the scores run one tile ahead, and a consumer visits the units once per tile, with
+# two matmuls. **Expected:** a gain, above all because a consumer then weighs while its own sum
+# runs.
 
 # Reading
 lab.read(told("scores ahead"))
 
 # %%
-# The SASS shows whether the exponentials run during the sum. A launch returns the compiled kernel,
-# and ``cuobjdump``, which comes with Triton, turns its binary into SASS:
+# The SASS shows whether the exponentials really run during the sum. A launch returns the compiled
+# kernel, and ``cuobjdump``, which comes with Triton, disassembles its binary:
 #
 # .. code-block:: python
 #
 #    compiled = kernel[grid](...)
 #    Path("kernel.cubin").write_bytes(compiled.asm["cubin"])  # cuobjdump -sass kernel.cubin
 #
-# These are the matmuls of an iteration, the waits for them and the exponentials:
+# Here are the matmuls of one iteration, the waits for them and the exponentials:
 
 
 # Drawing
@@ -1622,13 +1624,13 @@ planned = in_code.get(("scores ahead", "no"), {}).get(BEFORE, nan)
 lab.read(
     (
         f"**They do not run during the sum.** All {OF_THREAD} exponentials of a thread "
-        f"({OF_THREAD - 2} weights, and alpha for its 2 rows) stand behind both waits, because on "
-        "the way to machine code the second wait has moved up to the first. "
-        "So a consumer weighs only when both of its matmuls have ended."
+        f"({OF_THREAD - 2} weights, and alpha for its 2 rows) come after both waits, because the "
+        "second wait moved up to the first on the way to machine code. A consumer therefore weighs "
+        "only when both of its matmuls have ended."
     )
     if planned == 0
-    else f"{planned:.0f} of the {OF_THREAD} exponentials of a thread stand between the wait for "
-    "the scores and the wait for the sum. The timeline:"
+    else f"Of the {OF_THREAD} exponentials of a thread, {planned:.0f} come between the wait for "
+    "the scores and the wait for the sum. The timeline shows the effect:"
 )
 
 # %%
@@ -1636,7 +1638,7 @@ lab.read(
 # Drawing
 lab.draw(
     traced,
-    "Rung 2: one weighs during the other's matmuls",
+    "Rung 2: one weighs while the other's matmuls run",
     in_words("scores ahead"),
     timelines("scores ahead", LANES, 2.8),
 )
@@ -1646,8 +1648,8 @@ lab.draw(
 # Reading
 as_stamped = in_code.get(("scores ahead", "yes"), {})
 lab.read(
-    "**The other's matmuls run meanwhile:** one cook prepares while the other bakes. A consumer "
-    "now stands in line once per tile, with two matmuls, and the units are idle for only "
+    "**The other's matmuls run meanwhile:** one cook prepares while the other bakes. Each consumer "
+    "now waits in line only once per tile, with two matmuls, and the units are idle for only "
     f"{100 * idle_units(traced.rows, 'scores ahead'):.0f} % of the time."
     + (
         ""
@@ -1661,26 +1663,26 @@ lab.read(
 # Rung 3: a branch
 # ----------------
 #
-# **The change:** to keep the planned order, the wait for the next tile of keys moves from the top
+# **The change:** to keep the planned order, we move the wait for the next tile of keys from the top
 # of the loop to just before the wait for the sum. A wait for a barrier is itself a loop with a
-# branch, and the wait for the sum does not move across it:
+# branch, and the wait for the sum does not move across that branch:
 #
 # .. code-block:: python
 #
 #    mbarrier.wait(k_full.index(after), ((i + 1) // STAGES) & 1, pred=i + 1 < n)
 #    acc = warpgroup_mma_wait(0, deps=[acc])
 #
-# ``after`` is the slot of the next of ``n`` tiles, and ``pred`` says whether there is one.
-# **Expected:** a gain, because a consumer now also computes exponentials during its own sum.
+# ``after`` is the slot of the next tile, and ``pred`` says whether any of the ``n`` tiles is left.
+# **Expected:** a gain, because a consumer now computes exponentials during its own sum, too.
 
 # Reading
 early = in_code.get(("a branch", "no"), {}).get(BEFORE, nan)
 forced = "all" if early == OF_THREAD else f"{early} of {OF_THREAD}"
 lab.read(
     told("a branch")
-    + f"In the SASS, {forced} exponentials now stand before the wait for the sum. "
+    + f"In the SASS, {forced} exponentials now come before the wait for the sum. "
     + (
-        "Why it loses is open. "
+        "We do not know why it is slower. "
         if min(gain("a branch", mask) for mask in ("full", "causal")) < -SCATTER
         else ""
     )
@@ -1692,7 +1694,7 @@ lab.read(
 # Drawing
 lab.draw(
     traced,
-    "The order of rung 3, on rung 5: weighing during the sum",
+    "Rung 3's order, on rung 5: weighing during the sum",
     in_words("no turns"),
     timelines("no turns", LANES, 3.0, marked="waits"),
 )
@@ -1723,28 +1725,27 @@ overlap = sum(overlaps) / len(overlaps) if overlaps else nan
 weighs_5 = mean_cycles(traced.rows, "no turns", "scores", "weighed")
 lab.read(
     f"**The overlap is there, but short:** a consumer weighs for {weighs_5:,.0f} cycles, and by "
-    f"the computed row its sum ends {overlap:,.0f} cycles after it began. "
+    f"the computed row its sum ends {overlap:,.0f} cycles into that time. "
     + (
-        f"With stamps, a tile of rung 5 takes {100 * (1 - took_5 / took_2):.1f} % less time than "
-        "one of rung 2. "
-        "Yet in the ladder, without stamps or mask, the two are level. So idle shares do not rank "
-        "the rungs."
+        f"With stamps, a tile takes {100 * (1 - took_5 / took_2):.1f} % less time on rung 5 than "
+        "on rung 2. In the ladder, which has no stamps, the two are level without a mask. We "
+        "cannot rank the rungs by their idle shares."
         if faster_with_stamps
         else ""
     )
 )
 
 # %%
-# Why is rung 2 faster?
-# ---------------------
+# A model of rung 2's gain
+# ------------------------
 #
-# On rung 2 a consumer does not weigh during its own sum, and where it does, on rung 3, nothing is
-# gained. But on rung 2 a consumer also visits the matmul units once per tile instead of twice. We
-# model how visits can matter, and test the model.
+# On rung 2 a consumer does not weigh during its own sum; on rung 3 it does, and nothing is gained.
+# But a consumer of rung 2 also visits the matmul units once per tile instead of twice. We model how
+# visits can matter, and then test the model.
 #
-# In the model, two consumers stand in line for the units, and pause after each request;
-# ``requests`` holds those of a tile, as (cycles of matmuls, cycles of the pause after them), and
-# consumer 1 begins ``late`` cycles after consumer 0:
+# In the model, two consumers wait in line for the units and pause after each request. ``requests``
+# lists those of one tile, as (cycles of matmuls, cycles of the pause after them), and consumer 1
+# begins ``late`` cycles after consumer 0:
 
 
 def cycles_per_tile(requests, late=0, tiles=10_000):
@@ -1794,9 +1795,9 @@ def in_line(requests, late=0, tiles=40):
 
 # Reading
 lab.read(
-    f"Rung 1's timeline gives its two pauses, {after_scores:,.0f} cycles after the scores and "
-    f"{after_sum:,.0f} after the sum, each to the next issue. For rung 2 we keep them, and make "
-    "one request of two:"
+    f"Rung 1's timeline gives its two pauses: {after_scores:,.0f} cycles after the scores and "
+    f"{after_sum:,.0f} after the sum, each up to the next issue. For rung 2 we merge the requests "
+    "and add the pauses:"
 )
 
 # %%
@@ -1873,7 +1874,7 @@ def draw_model(axes, rows):
 
 lab.draw(
     traced,
-    "The model: two visits can lock in step",
+    "The model: two visits can fall into lockstep",
     model_in_words,
     draw_model,
 )
@@ -1894,26 +1895,27 @@ from_any_start = bool(traced.rows) and all(
 )
 lab.read(
     (
-        "**In the model, two visits let the consumers lock in step, and one does not.** Started "
-        "together, those of rung 1 stay in step, so both weigh at the same time and the units are "
-        f"idle. Started {STARTS[2]:,} cycles apart they alternate, and then two visits "
+        "**In the model, two visits let the consumers fall into lockstep, and one visit does "
+        "not.** If rung 1's consumers start together, they stay in step: both weigh at the same "
+        f"time, and the units are idle. If they start {STARTS[2]:,} cycles apart, they alternate, "
+        "and two visits "
         + (
             "cost no more than one. "
             if apart_1 < together_2 + 5
             else "cost less than in step. "
         )
         if locks
-        else f"On rung 1 each stands in line for {in_line_1:,.0f} cycles per tile. "
+        else f"On rung 1 each consumer waits in line for {in_line_1:,.0f} cycles per tile. "
     )
     + (
-        f"From rung 1 to rung 2 the model gains {100 * in_model:.1f} %, as the timelines do (the "
-        f"ladder: {100 * gain('scores ahead', 'full'):.1f} %). "
+        f"In the model, rung 2 is {100 * in_model:.1f} % faster than rung 1, as in the timelines "
+        f"(in the ladder: {100 * gain('scores ahead', 'full'):.1f} %). "
         if abs(in_model - (at_one / at_two - 1)) < 0.001
-        else f"From rung 1 to rung 2 the model gains {100 * in_model:.1f} %, and the timelines "
-        f"{100 * (at_one / at_two - 1):.1f} %. "
+        else f"In the model, rung 2 is {100 * in_model:.1f} % faster than rung 1, and in the "
+        f"timelines {100 * (at_one / at_two - 1):.1f} %. "
     )
     + (
-        "But for the forced order **the model is wrong:** it promises "
+        "For the forced order, however, **the model is wrong:** it predicts "
         f"{together_5:,.0f} cycles per tile, and the timeline shows {at_five:,.0f}."
         if together_5 < (1 - SCATTER) * at_five
         else ""
@@ -2011,11 +2013,11 @@ tested = bool(alternating.rows) and not alternating.skipped
 # Reading
 lab.read(
     "**The test.** If the model is right, rung 1 must become faster when its consumers alternate. "
-    "So we let consumer 1 begin late, or let the consumers take turns: each issues its sum and its "
-    "next scores, and then the other."
+    "We try this in two ways: consumer 1 begins late, or the consumers take turns, each issuing "
+    "its sum and its next scores before the other does."
     if tested
-    else "What would test this is rung 1 with consumers that are made to alternate. The "
-    "recorded run does not have it, so this reason rests on the model and the timelines."
+    else "The test would be rung 1 with consumers that are made to alternate. The recorded run "
+    "does not include it, and this explanation rests on the model and the timelines alone."
 )
 
 # %%
@@ -2050,7 +2052,7 @@ def in_the_test(name, called, took):
 
 lab.table(
     [in_the_test(name, *of_test) for name, of_test in OF_TEST.items()],
-    "Gain over rung 1, all timed anew in one run: length 4,096, without a mask",
+    "Gain over rung 1, all timed again in one run: length 4,096, without a mask",
 ) if tested else None
 
 # %%
@@ -2060,16 +2062,17 @@ of_early, of_late, of_turns, of_rung_2 = over_rung_1.values()
 promised = in_step / apart_1 - 1  # by a late start or turns, in the model
 lab.read(
     (
-        "**In turns, rung 1 gets part of rung 2's gain.** "
+        "**In turns, rung 1 reaches part of rung 2's gain.** "
         if SCATTER < of_turns < of_rung_2
-        else f"With turns rung 1 {verdict(of_turns)}, and rung 2 {verdict(of_rung_2)}. "
+        else f"Against rung 1, we measured {verdict(of_turns)} in turns and {verdict(of_rung_2)} "
+        "on rung 2. "
     )
-    + "But a turn also joins a sum and the next scores, so this does not isolate alternation. "
+    + "A turn also joins a sum to the next scores, however, and so does not isolate alternation. "
     + (
-        "Both late starts contradict the model: the one that should help helps less."
+        "The late starts contradict the model: the one that should help helps less than the other."
         if locks and of_late < min(of_early, promised / 2)
-        else f"A start {STARTS[2]:,} cycles late {verdict(of_late)}, and one {STARTS[1]:,} cycles "
-        f"late {verdict(of_early)}. "
+        else f"A start {STARTS[2]:,} cycles late brings {verdict(of_late)}, and one {STARTS[1]:,} "
+        f"cycles late {verdict(of_early)}. "
     )
 ) if tested else None
 
@@ -2085,18 +2088,18 @@ of_rung_2_timeline = lab.read(
     f"{apart(earliest, 'scores ahead', 'earliest'):,.0f} cycles apart, if both matmuls of a "
     f"consumer end as computed."
     + (
-        " With stamps, too, all exponentials stand behind both waits."
+        " With stamps, too, all exponentials come after both waits."
         if as_stamped.get(BEFORE) == 0
         else ""
     )
 )
 of_rung_5 = lab.read(
-    "**Rung 5.** The computed row of its timeline is only a sketch, because on average a consumer "
-    f"sees its scores {scores_seen:.0f} cycles later than the row says. "
+    "**Rung 5.** The computed row of its timeline is only a sketch: on average, a consumer sees "
+    f"its scores {scores_seen:.0f} cycles later than the row says. "
     + (
-        f"With stamps a tile takes {took_5:,.0f} cycles on rung 5 and {took_2:,.0f} on rung 2, "
-        "but in the ladder the two are level without a mask. Whether this is due to the stamps, or "
-        "to a lower clock where the units are busier, we did not measure. "
+        f"With stamps, a tile takes {took_5:,.0f} cycles on rung 5 and {took_2:,.0f} on rung 2, "
+        "but in the ladder the two are level without a mask. We did not measure whether the stamps "
+        "cause this, or a lower clock where the units are busier. "
         if faster_with_stamps
         else ""
     )
@@ -2109,13 +2112,13 @@ of_rung_5 = lab.read(
 of_model = lab.read(
     "**The model.** "
     + (
-        "With one visit the consumers alternate, wherever we let consumer 1 begin. "
+        "With one visit the consumers alternate, whenever we let consumer 1 begin. "
         if from_any_start
         else ""
     )
-    + f"From rung 1 to rung 2 the model gains {100 * in_model:.1f} %, and the timelines "
-    f"{100 * (at_one / at_two - 1):.1f} %. For the forced order it promises {together_5:,.0f} "
-    f"cycles per tile, and the timeline has {at_five:,.0f}. "
+    + f"It makes rung 2 {100 * in_model:.1f} % faster than rung 1, and the timelines make it "
+    f"{100 * (at_one / at_two - 1):.1f} % faster. For the forced order it predicts "
+    f"{together_5:,.0f} cycles per tile, and the timeline shows {at_five:,.0f}. "
     + (
         "We did not trace whether the consumers alternate after a late start."
         if tested
@@ -2183,7 +2186,7 @@ with_turns = [
     for _, config in of_lengths
 ]
 removed = (
-    "The instructions for that (`PRMT`) are gone, though nothing isolates whether they cost the "
+    "The repacking instructions (`PRMT`) are gone, but we did not isolate whether they cost the "
     "time."
     if compiled_to("two roles", "permutations")
     == compiled_to("one loop", "permutations")
@@ -2191,47 +2194,47 @@ removed = (
 )
 
 # %%
-# **Rung 4** gives all tiles of keys one loop, in which a branch asks whether the mask cuts the
-# tile. Before, the masked tiles had a loop of their own, and Triton repacked the weights between
-# the loops.
+# **Rung 4** puts all tiles of keys into one loop, in which a branch asks whether the mask cuts the
+# tile. Until now the masked tiles had their own loop, and Triton repacked the weights between the
+# two.
 
 # Reading
 lab.read(told("one loop") + (removed if expected_there else ""))
 
 # %%
-# **Rung 5** lets each thread add up its own part of :math:`l_i`, which saves
-# :term:`shuffles <shuffle>`, because the whole is needed only at the end.
+# **Rung 5** lets each thread add up its own part of :math:`l_i`. This saves
+# :term:`shuffles <shuffle>`, since the total is needed only at the end.
 
 # Reading
 lab.read(told("sums in threads"))
 
 # %%
 # **Rung 6** makes the consumers take turns, which FlashAttention-3 calls
-# :term:`ping-pong scheduling`: before its two matmuls, a consumer waits at a :term:`named barrier`,
-# and after them it lets the other go.
+# :term:`ping-pong scheduling`: a consumer waits at a :term:`named barrier` before its two matmuls,
+# and lets the other go after them.
 
 # Reading
 lab.read(
     told("turns")
     + (
-        "The package's kernel has turns where it was fastest with them, which is most shapes. "
+        "The package's kernel takes turns where it was fastest with them, which is most shapes. "
         if no_effect and 2 * sum(with_turns) > len(with_turns)
         else ""
     )
-    + f"Leaving out rung 3's branch {of_both('without the branch', 'turns')}."
+    + f"Rung 6 without rung 3's branch: {of_both('without the branch', 'turns')}."
 )
 
 # %%
 
 # Reading
 lab.read(
-    "**What is left.** On rung 6 the units are idle for "
+    "**Still idle.** On rung 6 the units are idle for "
     f"{100 * idle_units(traced.rows, 'turns'):.0f} % of the time. "
     + (
-        f"To weigh and rescale, a consumer takes {spent:,.0f} cycles, and the instructions that we "
-        f"counted need {shared:,.0f}. Why is **open**."
+        f"A consumer takes {spent:,.0f} cycles to weigh and rescale, although the instructions "
+        f"that we counted need only {shared:,.0f}. The rest is **unexplained**."
         if not spent <= shared
-        else "Why is **an open question**."
+        else "Why they are is **unexplained**."
     )
 )
 
@@ -2264,21 +2267,21 @@ def half_of_tile(part, wanted, took):
 # Folded: Every version as compiled, more changes of rung 6, and its timeline
 more_changes = lab.table(
     changes if steps.rows else [],
-    "Four changes of rung 6, the package's kernel beside it, and two changes of that",
+    "Four changes to rung 6, the package's kernel against it, and two changes to that kernel",
 )
 never_idle = lab.read(
     "The units are never idle if a consumer needs 2,048 cycles for a tile: 512 until its scores "
-    "are there, and then 1,536 until it comes back, in which its own sum and the other's two "
-    "matmuls run. Of the time until its scores, they stand in line for only "
+    "are there, and another 1,536 until it comes back, during which its own sum and the other's "
+    "two matmuls run. Before they are computed, the scores wait in line for only "
     f"{scores_in_line(traced.rows, 'turns'):.0f} cycles. "
     + (
-        "The loader asks for keys more than a tile ahead, so it is early enough. "
+        "The loader asks for keys more than a tile ahead, which is early enough. "
         if asked_ahead(traced.rows, "turns") > by_version["turns"]
         else f"The loader asks for keys {asked_ahead(traced.rows, 'turns'):,.0f} cycles ahead. "
     )
-    + "In the timeline, ▲ is when it asks for keys, and ▼ for values. Weighing and rescaling take "
-    f"{spent:,.0f} cycles, and the counted instructions need {shared:,.0f}, even if a consumer "
-    "shares the SM whenever both weigh."
+    + "In the timeline, ▲ marks when it asks for keys, and ▼ for values. Weighing and rescaling "
+    f"take {spent:,.0f} cycles, whereas the counted instructions need {shared:,.0f}, even if a "
+    "consumer shares the SM whenever both weigh."
 )
 halves = lab.table(
     [half_of_tile(part, *both) for part, both in HALVES.items()] if traced.rows else [],
@@ -2319,19 +2322,19 @@ OF_CONSUMER, OF_LOADER = so_far["REGISTERS"], so_far["LOADER_REGISTERS"]
 EQUAL = VERSIONS["equal registers"]["REGISTERS"]
 OF_TILES = 64 + 64 + 32  # s and acc in float32, p in 16 bits
 lab.read(
-    "The largest effect of the page has no bar in the ladder, because every rung has it. If all "
-    "threads had the same number of registers, a consumer's `s`, `acc` and `p` would take "
-    f"{OF_TILES} of its {EQUAL}. So in `gl.warp_specialize`, which starts the roles, the loader "
-    f"keeps {OF_LOADER} per thread and each consumer gets {OF_CONSUMER}."
+    "The largest effect in this chapter has no bar in the ladder, because every rung includes it. "
+    "If all threads had equally many registers, a consumer's `s`, `acc` and `p` would fill "
+    f"{OF_TILES} of its {EQUAL}. In `gl.warp_specialize`, which starts the roles, we therefore "
+    f"leave the loader only {OF_LOADER} per thread and give each consumer {OF_CONSUMER}."
 )
 
 # %%
 
 
 def with_registers(name, registers):
-    row = {"registers of consumer, loader": registers}
+    row = {"registers: consumer, loader": registers}
     row["% of cuBLAS"] = f"{100 * steps.share(name, mask='full'):.1f}"
-    row["matmul instructions in all"] = compiled_to(name, "matmul instructions")
+    row["matmul instructions"] = compiled_to(name, "matmul instructions")
     return row | {"waits for them": compiled_to(name, "waits for them")}
 
 
@@ -2351,13 +2354,13 @@ lab.table(
 halved = steps.rate("turns", mask="full") / steps.rate("equal registers", mask="full")
 lab.read(
     (
-        "Without a mask, taking the loader's registers makes the kernel twice as fast. "
+        "Without a mask, this makes the kernel twice as fast. "
         if round(halved, 1) in (2, 2.1)
-        else f"Without a mask, taking them makes the kernel {halved:.1f} times as fast. "
+        else f"Without a mask, this makes the kernel {halved:.1f} times as fast. "
     )
     + (
         "With equal shares no matmul is asynchronous, whatever the order of the loop, because the "
-        "assembler waits after every single instruction. "
+        "assembler waits after every matmul instruction. "
         if compiled_to("equal registers", "waits for them")
         == compiled_to("equal registers", "matmul instructions")
         else ""
@@ -2370,7 +2373,7 @@ lab.read(
 shares_of_registers = lab.read(
     "An SM has 65,536 registers for a program's 384 threads (the loader's warp counts as four, "
     f"because registers are handed out per warpgroup): {65_536 // 384 // 8 * 8} each, rounded down "
-    "to a multiple of 8. In a consumer `s` and `acc` take 64 of a thread each, and `p` another 32."
+    "to a multiple of 8. In a consumer, `s` and `acc` take 64 per thread each, and `p` another 32."
 )
 per_matmul = (
     lab.read(
@@ -2384,13 +2387,13 @@ per_matmul = (
 lab.together(shares_of_registers, per_matmul)
 
 # %%
-# Persistent, and in pairs
-# ------------------------
+# Persistent programs, in pairs
+# -----------------------------
 #
-# One program fits on an SM, so nothing is computed there while one ends and the next begins. A
-# :term:`persistent` program computes one tile of queries after another. With a causal mask later
-# queries see more keys, so it matters which tiles a program takes: with four programs, say, every
-# fourth, or pairs of an early and a late one.
+# Only one program fits on an SM, and nothing is computed there while it ends and the next begins. A
+# :term:`persistent` program instead computes one tile of queries after another. With a causal mask,
+# later queries see more keys, and it matters which tiles a program takes. With four programs, each
+# can take every fourth tile, say, or an early and a late one.
 
 
 # Measuring
@@ -2452,9 +2455,9 @@ def in_ladder(called, name):
 
 PERSISTENT = {
     "rung 6": "turns",
-    "the package's, one program per tile": "a program per tile",
-    "the package's, persistent, tiles in order": "persistent",
-    "the package's, persistent, in pairs if causal": "Kernel Book",
+    "package: one program per tile": "a program per tile",
+    "package: persistent, tiles in order": "persistent",
+    "package: persistent, in pairs if causal": "Kernel Book",
 }
 lab.table(
     [in_ladder(*both) for both in PERSISTENT.items()] if steps.rows else [],
@@ -2473,17 +2476,17 @@ beside = {
 }
 lab.read(
     (
-        "**Persistence pays if the programs end together.** It gains without a mask, where all "
-        "tiles of queries are equally long. With a causal mask it loses if the tiles are taken in "
-        "their order, and gains in pairs. "
+        "**Persistence pays if the programs end together.** Without a mask, where all tiles of "
+        "queries are equally long, the persistent kernel is faster. With a causal mask it is "
+        "slower if it takes the tiles in order, and faster if it pairs them. "
         if min(in_order_gains, in_pairs_gain) > SCATTER and in_order_loses < -SCATTER
-        else f"Without a mask persistence {verdict(in_order_gains)}, with a causal mask it "
-        f"{verdict(in_order_loses)} with the tiles in their order and {verdict(in_pairs_gain)} in "
-        "pairs. "
+        else f"A persistent kernel brings {verdict(in_order_gains)} without a mask; with a causal "
+        f"mask it brings {verdict(in_order_loses)} with the tiles in order and "
+        f"{verdict(in_pairs_gain)} in pairs. "
     )
     + (
-        "The package's kernel, which serves any length, is slower than rung 6 with one program per "
-        "tile, and a little faster as the package runs it."
+        "With one program per tile, the package's kernel is slower than rung 6; as the package "
+        "runs it, it is a little faster."
         if max(beside["a program per tile"]) < -SCATTER
         and min(beside["Kernel Book"]) > SCATTER
         else ""
@@ -2491,11 +2494,11 @@ lab.read(
 )
 
 # %%
-# The package's kernel: right, fast, worth it?
+# The package's kernel: checks, speed and cost
 # --------------------------------------------
 #
-# The package's kernel is ``attention(..., backend="gluon")``, and the default on Hopper in 16 bits
-# where it was measured to be faster than plain Triton.
+# The package's kernel is ``attention(..., backend="gluon")``. On Hopper, in 16 bits, it is the
+# default wherever we measured it to be faster than plain Triton.
 
 
 # Measuring
@@ -2641,14 +2644,14 @@ soaked = lab.attempt("Launches of random shapes", soak if HOPPER else NEEDS_HOPP
 # Folded: The package's kernel whole, its tiles and roles by shape, and every check
 whole = lab.listing(
     {
-        "A persistent program goes on from one tile of queries to the next without a stop; the "
-        "loop of a consumer has the same three steps": hopper.consume,
-        "The loader fetches what any consumer of the program sees, so each gives back, unread, the "
-        "tiles that it does not see itself": hopper.load,
+        "A persistent program goes from one tile of queries to the next without a stop; the loop "
+        "of a consumer has the same three steps": hopper.consume,
+        "The loader fetches whatever any consumer of the program sees; a consumer gives back, "
+        "unread, the tiles that it does not see itself": hopper.load,
         "How a consumer weighs": hopper.weigh,
         "The kernel": hopper.attention_hopper_fwd_kernel,
     }
-    | ({"And what it shares out": hopper.share} if hasattr(hopper, "share") else {})
+    | ({"How it shares out the work": hopper.share} if hasattr(hopper, "share") else {})
 )
 named = lab.read(
     "The checks cover odd lengths, grouped heads, causal masks and windows. An input is named by "
@@ -2680,20 +2683,20 @@ lab.read(f"Against float64, **{passed}**{where}{of_run}.")
 
 # Reading
 lab.read(
-    "With a barrier missing, a kernel can be right many times and then wrong once. So we repeated "
-    f"{launched:,} launches, of which {other_bits or 'none'} gave different bits. "
+    "A kernel that lacks a barrier can be right many times and then wrong once. We therefore "
+    f"repeated {launched:,} launches, of which {other_bits or 'none'} gave different bits. "
     + (
         f"All {number_of:,} launches with random shapes finished. "
         if number_of == finished
         else f"Of {number_of:,} launches with random shapes, {finished:,} finished. "
     )
-    + "This makes such a mistake unlikely but does not exclude it."
+    + "This makes such a mistake unlikely but does not rule it out."
 )
 
 # %%
-# In the figure, 100 % is the faster of cuDNN (by PyTorch's SDPA) and FlashAttention 4
-# (FlashAttention-3 was not at hand) at each point; batch times length is 16,384. "Kernel Book" is
-# what the package takes by itself: the Gluon kernel or, beside a hollow dot, plain Triton.
+# In the figure, 100 % is the faster of cuDNN (called through PyTorch's SDPA) and FlashAttention 4
+# at each point; FlashAttention-3 was not available. Batch times length is 16,384. "Kernel Book" is
+# what the package chooses by itself: the Gluon kernel or, in rows with a hollow dot, plain Triton.
 
 
 # Measuring
@@ -2717,7 +2720,7 @@ SEEN = {  # how each is drawn, the smaller above the larger
     "plain Triton": {"marker": "v", "s": 40, "zorder": 4},
     "in Gluon": {"marker": "o", "s": 52, "zorder": 3, "facecolors": "none"},
 }
-IN_LEGEND = {"in Gluon": "in Gluon, not taken"}
+IN_LEGEND = {"in Gluon": "Gluon, not chosen"}
 NOT_TAKEN = {  # where the package takes plain Triton, which then has no mark of its own
     (row["head_dim"], row["mask"], row["length"])
     for row in at_points
@@ -2787,7 +2790,7 @@ def beside_libraries(axes, rows):
     axes.set_yticks(ys, labels)
     least = min(70, 5 * int(min(farthest) / 5))
     axes.set(xlim=(least, max(farthest) + 2), ylim=(max(ys, default=1) + 0.7, -1.6))
-    axes.set_xlabel(f"% of the speed of the faster library; begins at {least}")
+    axes.set_xlabel(f"% of the faster library's speed; begins at {least}")
     axes.grid(axis="both", visible=True)
 
 
@@ -2827,9 +2830,9 @@ def lines_of_kernel(module):
 
 of_gluon, of_triton = lines_of_kernel(hopper), lines_of_kernel(plain_triton)
 length_of_code = lab.read(
-    f"The Gluon kernel has {of_gluon:,} lines of code on the GPU, and plain Triton {of_triton:,}."
+    f"The Gluon kernel has {of_gluon:,} lines of GPU code, and plain Triton {of_triton:,}."
     + (
-        " Where the package takes plain Triton, the figure has no triangle."
+        " Where the package chooses plain Triton, the figure has no triangle."
         if takes_plain
         else ""
     )
@@ -2887,11 +2890,11 @@ lab.read(
 worth = [row["in Gluon"] / row["plain"] for row in at_points]
 
 lab.read(
-    f"Against plain Triton, the Gluon kernel is {min(worth):.2f} to {max(worth):.2f} times as "
-    f"fast, for {of_gluon / of_triton:.1f} times as many lines of code on the GPU"
+    f"Compared with plain Triton, the Gluon kernel is {min(worth):.2f} to {max(worth):.2f} times "
+    f"as fast, for {of_gluon / of_triton:.1f} times as many lines of GPU code"
     + (
-        f". It is **slower at {len(slower)} points**, with a causal mask at head_dim 64, and there "
-        "the package takes plain Triton."
+        f". It is **slower at {len(slower)} points**, with a causal mask at head_dim 64, where the "
+        "package uses plain Triton instead."
         if takes_plain
         else f", and slower at {len(slower)} of {len(at_points)} points."
     )
@@ -2900,23 +2903,23 @@ lab.read(
 )
 
 # %%
-# **Write such a kernel** when two kinds of work share an SM, the kernel stays well below the speed
+# **Write such a kernel** when two kinds of work share an SM, your kernel stays well below the speed
 # of a matmul, and it runs often enough on one generation of GPUs to repay a second version. **Do
-# not** write it when the kernel waits for memory, one kind of work fills it, or it must run on
-# other GPUs.
+# not write it** when your kernel waits for memory, a single kind of work fills it, or it must run
+# on other GPUs.
 
 # %%
 # In short
 # --------
 #
-# - **What pays:** scores one tile ahead, with a causal mask one loop, registers for the consumers,
-#   and, in the package's kernel, persistent programs that end together. Row sums in threads pay a
-#   little.
-# - **What does not pay:** roles alone, and turns. A forced order costs speed on rung 3; on rung 6
-#   it gains a little with a causal mask.
-# - **Why scores ahead pay** is known only in part. That each cook prepares while his own dish bakes
-#   is not the reason. Made to take turns, the cooks of rung 1 had a part of the gain.
-# - **Against libraries:** ahead only at the shortest length, behind at the longest.
+# - **What pays:** scores one tile ahead, one loop if the mask is causal, more registers for the
+#   consumers and, in the package's kernel, persistent programs that end together. Row sums in
+#   threads pay a little.
+# - **What does not pay:** roles alone, and turns on rung 6. Forcing the order costs speed on rung
+#   3; on rung 6 it helps a little with a causal mask.
+# - **Why scores ahead pay** is known only in part. The reason is not that each cook prepares while
+#   his own dish bakes. Made to take turns, the cooks of rung 1 reach part of the gain.
+# - **Against libraries:** ahead only at the shortest length, and behind at the longest.
 #
 # The next chapter, :doc:`/chapters/attention_hopper_backward`, gives roles to the warps of the
 # backward pass.
@@ -2924,10 +2927,10 @@ lab.read(
 # Exercises
 # ---------
 #
-# **1. Does it fit?** A program can have 227 KiB of shared memory. At head_dim 128, in 16 bits, the
-# package's kernel keeps 64 queries per consumer, a buffer as large for its output, and two rings.
-# Which fit: two consumers with 2 or with 3 slots of 128 keys, two with 2 slots of 176, three with 2
-# slots of 128?
+# **1. Does it fit?** A program can use 227 KiB of shared memory. At head_dim 128, in 16 bits, a
+# kernel like the package's keeps 64 queries per consumer, an output buffer of the same size, and
+# two rings. Which fit: two consumers with 2 or with 3 slots of 128 keys, two with 2 slots of 176,
+# three with 2 slots of 128?
 
 # %%
 
@@ -2942,9 +2945,9 @@ lab.table(rows, "Shared memory of a program")
 
 # %%
 # **2. Stand in line once.** Let a consumer pause for :math:`w` cycles after its scores and for 100
-# after its sum. With ``cycles_per_tile``, what do one and two requests per tile cost
-# for :math:`w` of 512, 1,024 and 1,536, if both consumers begin together, and if consumer 1 begins
-# 1,000 cycles late?
+# after its sum. According to ``cycles_per_tile``, what do two requests per tile cost, and what does
+# one, for :math:`w` of 512, 1,024 and 1,536, if both consumers begin together, and if consumer 1
+# begins 1,000 cycles late?
 
 # %%
 
@@ -2961,9 +2964,7 @@ for w in (512, 1024, 1536):
     rows.append(row)
 assert len(set(rows[0].values())) == 2  # 512, and 2,048 four times
 assert all(row["one, together"] == row["one, 1,000 late"] for row in rows)
-lab.table(
-    rows, "Cycles per tile: 2,048 if the units are always at work, as for w of 512"
-)
+lab.table(rows, "Cycles per tile: 2,048 if the units are always busy, as for w of 512")
 
 # %%
 # References

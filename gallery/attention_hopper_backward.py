@@ -2,18 +2,18 @@
 Backward in one sweep
 =====================
 
-The backward pass of plain Triton computes every weight of attention twice, once in each of its two
-sweeps, because no program can keep the gradients of its keys *and* those of all queries. *What does
+In plain Triton, the backward pass computes every attention weight twice, once in each of two
+sweeps, because no program can hold the gradients of its keys *and* those of all queries. *What does
 it take to compute each weight once, and can the gradients still be the same bits in every run?*
 
 You will learn
 
 - how programs add to the same sums in a fixed order, and why none of them waits for ever;
-- why the additions get a :term:`warp` of their own;
-- how much of the promised speed one sweep delivers, and where the cycles of a step go.
+- why the additions get their own :term:`warp`;
+- how much of the promised speedup one sweep delivers, and where the cycles of a step go.
 
-In the bars, “two sweeps” is plain Triton. “One sweep with roles” and “Kernel Book” are the first
-and the last step of this chapter, in :term:`Gluon`, for Hopper GPUs (H100, H200). Read
+In the bars, “two sweeps” is plain Triton; “one sweep with roles” and “Kernel Book” are the first
+and the last step of this chapter, written in :term:`Gluon` for Hopper GPUs (H100, H200). Read
 :doc:`/chapters/warps_with_roles` first, for rings and barriers.
 """
 
@@ -65,22 +65,22 @@ lab.start(
 )
 
 # %%
-# Seven matmuls, or five
-# ----------------------
+# Five matmuls instead of seven
+# -----------------------------
 #
 # For a tile of queries and one of keys, the backward pass needs five matmuls, as
-# :doc:`/chapters/attention_backward` derives: :math:`S` and :math:`dP`, which give the weights
-# :math:`P` and :math:`dS = P \circ (dP - \mathrm{delta})`, and then the tile's terms of
-# :math:`dV`, :math:`dK` and :math:`dQ`. **Two sweeps** compute :math:`S` and :math:`dP` twice and
-# need seven. One sweep needs five, which at the same speed would make it :math:`7/5 = 1.4` times as
-# fast.
+# :doc:`/chapters/attention_backward` derives. :math:`S` and :math:`dP` give the weights :math:`P`
+# and :math:`dS = P \circ (dP - \mathrm{delta})`; the other three give the tile's terms of
+# :math:`dV`, :math:`dK` and :math:`dQ`. **Two sweeps** compute :math:`S` and :math:`dP` twice,
+# which makes seven. One sweep needs only five, so at the same speed per matmul it would be
+# :math:`7/5 = 1.4` times as fast.
 #
 # **The price is a shared sum.** A program owns a tile of keys and keeps their :math:`dK` and
-# :math:`dV`. But it meets all queries, and of each query's :math:`dQ` it computes only one term,
-# its *part*. All programs add their parts to sums in memory, and the order of the additions decides
-# the last bits, just as ``(0.1 + 0.2) + 0.3`` is not ``0.1 + (0.2 + 0.3)`` in Python. For the same
-# bits in every run, the programs take turns. Here three of them add to the tiles of queries C, B
-# and A:
+# :math:`dV`. But it visits all queries, and to each query's :math:`dQ` it contributes only one
+# term, its *part*. All programs add their parts to sums in memory, and the order of the additions
+# decides the last bits, just as ``(0.1 + 0.2) + 0.3`` is not ``0.1 + (0.2 + 0.3)`` in Python. For
+# the same bits in every run, our programs take turns. Here three of them add to the tiles of
+# queries C, B and A:
 
 # Drawing
 assert (0.1 + 0.2) + 0.3 != 0.1 + (0.2 + 0.3)
@@ -127,18 +127,18 @@ lab.sketch(
 )
 
 # %%
-# In every run, each tile of queries gets the part of program 0 first and that of program 2 last.
-# Yet all programs work at the same time. They begin with C, the *last* tile of queries, because
-# under a causal mask only the last queries see all keys.
+# In every run, each tile of queries receives the part of program 0 first and that of program 2
+# last, yet all programs work at the same time. They begin with C, the *last* tile of queries,
+# because under a causal mask only the last queries see all keys.
 #
-# A program waits for its turn
-# ----------------------------
+# How a program waits for its turn
+# --------------------------------
 #
 # A small kernel in plain Triton, for one head without a mask, shows how a program learns that its
-# turn has come. Each program owns 64 keys, and in step ``i`` it meets a tile of 64 queries. The
-# forward pass has left ``lse``, the :term:`logsumexp` of each query's scores; ``delta`` is the row
-# sums of ``dO`` times ``O``. A row of ``s`` belongs to a key, and a column to a query; ``dk`` is
-# multiplied by the scale after the loop:
+# turn has come. Each program owns 64 keys, and in step ``i`` it loads a tile of 64 queries. The
+# forward pass has left ``lse``, the :term:`logsumexp` of each query's scores; ``delta`` holds the
+# row sums of ``dO`` times ``O``. Each row of ``s`` belongs to a key and each column to a query;
+# ``dk`` is multiplied by the scale after the loop:
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
 #    :pyobject: sweep_in_turn_kernel
@@ -146,7 +146,7 @@ lab.sketch(
 #    :end-before: # -- wait
 #    :dedent:
 #
-# Each program has a *counter* in memory, which starts at 0 and says how many steps it has added.
+# Each program has a *counter* in memory, which starts at 0 and counts the steps that it has added.
 # ``at_query`` locates the sums of this step's queries:
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
@@ -155,12 +155,13 @@ lab.sketch(
 #    :end-before: tl.store(dk_ptr
 #    :dedent:
 #
-# - ``atomic_add`` of 0 *reads* a counter, here that of the *predecessor*, the program of the keys
-#   before. With ``"acquire"``, all loads below see what that program stored before it wrote.
-# - ``atomic_xchg`` *writes* the program's own counter. With ``"release"``, all stores above come
-#   before it.
-# - A single thread performs each atomic. At the first ``debug_barrier`` the others wait until that
-#   thread has read, and at the second it waits until they have stored.
+# - ``atomic_add`` of 0 *reads* a counter: here that of the *predecessor*, the program of the
+#   preceding keys. With ``"acquire"``, all later loads see what that program stored before it
+#   wrote.
+# - ``atomic_xchg`` *writes* the program's own counter. With ``"release"``, all earlier stores take
+#   effect before it.
+# - A single thread performs each atomic. At the first ``debug_barrier`` the other threads wait
+#   until it has read the counter; at the second it waits until they have stored.
 
 
 # Measuring
@@ -261,35 +262,35 @@ lab.together(
         {"The small kernel": sweep_in_turn_kernel, "How it is launched": sweep_in_turn}
     ),
     lab.read(
-        "On an H200 it passed its test outside this record. It was not timed. The same sweep in "
-        "PyTorch, `one_sweep`, is under “How this was measured”."
+        "The small kernel was checked, but not timed. The same sweep in PyTorch, `one_sweep`, is "
+        "under “How this was measured”."
     ),
     lab.check("The small kernel", of_small_kernel()),
     lab.check("The sweep in PyTorch", cases_in_pytorch(), stand_in="on the CPU"),
 )
 
 # %%
-# Why nobody waits for ever
-# -------------------------
+# Why no program waits for ever
+# -----------------------------
 #
-# A program that waits keeps its :term:`SM <SM>`, so all SMs might be taken by programs that wait
-# for one that has not started. One assumption rules this out: **programs start in the order of
-# their ids.** Program ids ascend with the keys of a head, so
+# A waiting program keeps its :term:`SM <SM>`, so all SMs could fill up with programs that wait for
+# one that has not started. One assumption rules this out: **programs start in the order of their
+# ids.** Program ids ascend with the keys of a head, so:
 #
-# 1. a program waits only for its predecessor, whose id is smaller;
-# 2. by the assumption, that one has started;
-# 3. take, of the programs that have started and not finished, the one of the smallest id. Its
+# 1. A program waits only for its predecessor, whose id is smaller.
+# 2. By the assumption, this predecessor has already started.
+# 3. Of the programs that have started but not finished, take the one with the smallest id. Its
 #    predecessor has also started, so it must have finished. Nothing holds our program up: it
-#    finishes, and then the same holds for the next.
+#    finishes, and the argument applies to the next.
 #
-# So the launch ends. No manual promises the assumption. On a GPU that started programs in another
-# order, a launch could hang, but never give other bits, because no program adds before its turn. A
-# program that draws its number from an atomic counter would not need the assumption; what that
-# costs was not timed. The package needs it, and every launch counted below has ended.
+# The launch therefore ends. No manual promises the assumption: on a GPU that started programs in
+# another order, a launch could hang, but never give other bits, because no program adds before its
+# turn. A program that drew its id from an atomic counter would not need the assumption; we have not
+# timed what that costs. The package relies on it, and every launch counted below has ended.
 #
-# **The direction matters.** If ids *descend* with the keys, and a head has more tiles than there
-# are SMs, the programs that run wait for one that cannot start. The simulation of the next section
-# stands still:
+# **The direction matters.** If ids *descend* with the keys, and a head has more tiles than the GPU
+# has SMs, the running programs wait for one that cannot start. The simulation of the next section
+# then stands still:
 
 # %%
 
@@ -337,10 +338,10 @@ assert not simulate(**machine_and_heads, backwards=True)  # ids descend: it stan
 # What the order costs
 # --------------------
 #
-# How much time the waits cost depends on which programs run together, so we simulate four heads of
-# eight tiles of keys on eight SMs. In each tick a program does one step, if its predecessor has
-# done it. A row is an SM, a colour a head, and grey is waiting. *Full* attention has no mask; under
-# a causal mask later keys have fewer steps.
+# The cost of the waits depends on which programs run together, so we simulate four heads of eight
+# tiles of keys on eight SMs. In each tick a program does one step if its predecessor has done it.
+# Each row is an SM, each colour a head, and grey means waiting. *Full* attention has no mask; under
+# a causal mask, later keys have fewer steps.
 
 # %%
 
@@ -382,7 +383,7 @@ def schedules(axes):
                     axes.barh(
                         top + sm, 1, 0.8, at, align="edge", color=ink, alpha=shade
                     )
-        title = f"{name}: {len(ticks)} ticks, of at least {least(ticks)}"
+        title = f"{name}: {len(ticks)} ticks (lower bound: {least(ticks)})"
         axes.text(0, top - 0.8, title, fontsize=11)
         axes.text(-0.7, top + rows / 2, "SMs", rotation=90, ha="right", va="center")
     most = max(map(len, SHOWN.values()))
@@ -399,10 +400,10 @@ def schedules(axes):
 lab.sketch(
     "Four heads of eight tiles of keys on eight SMs",
     "Three schedules, one above the other. Each row is an SM, each colour a head, and grey is "
-    "waiting. In full attention each SM but the first waits once, in the beginning. With a causal "
+    "waiting. In full attention each SM but the first waits once, at the beginning. With a causal "
     "mask all programs of a head end together, and those of the next head wait again, each a step "
     "longer than the one before. With two tiles of each of the four heads at once there is less "
-    "grey, and all is done in fewer ticks. The first SM there runs tiles 0, 2, 4 and 6 of head 0.",
+    "grey, and all work ends in fewer ticks. There the first SM runs tiles 0, 2, 4, 6 of head 0.",
     schedules,
     height=5.6,
 )
@@ -414,25 +415,27 @@ full_of = [simulate(8, n_heads, 8, False) for n_heads in (1, 4, 16, 64)]
 (once,) = {len(ticks) - least(ticks) for ticks in full_of}  # the same for all
 lab.read(
     f"**In full attention the order costs {once} ticks, but only once,** however many heads "
-    "follow. The programs of the first head start and end a step apart, and the next head starts "
-    "in the same rhythm."
+    "follow: the programs of the first head start and end one step apart, and the next head takes "
+    "up their rhythm."
 )
 
 # %%
-# **Under a causal mask every head pays again,** because all its programs end together, and those of
-# the next head start together.
+# **Under a causal mask every head pays again:** all its programs end together, so those of the next
+# start together and wait anew.
 #
-# **Two tiles of each head at once win most of it back** (lowest panel). Of the programs of a head
-# only two then start together, so the second waits one tick, where the last of eight waits seven.
-# Within a head ids still ascend, as the proof demands.
+# **Running two tiles of each head at once wins most of that time back** (lowest panel). Only two
+# programs of a head then start together, so the second waits one tick, whereas the last of eight
+# waits seven. Within a head ids still ascend, as the proof demands. Next, we let a program compute
+# while it waits.
 
 # %%
-# A warp that only waits and adds
-# -------------------------------
+# Why one warp only waits and adds
+# --------------------------------
 #
-# *Without* an order nobody waits: a program asks the copy engine to add its part, and goes on. In a
-# *fixed* order it waits twice: for the turn, and then until the sums are in memory, because only
-# then may the counter say so. All warps of the small kernel stand still meanwhile.
+# *Without* an order, no program waits for another: each asks the copy engine to add its part, and
+# goes on. In a *fixed* order a program waits twice: for its turn, and then until the sums are in
+# memory, since only then may its counter say so. Meanwhile, all warps of the small kernel stand
+# still.
 
 # Measuring
 held = {  # rows, columns, bytes of a number, where
@@ -472,26 +475,26 @@ operands = [(one.replace(" ", "\u00a0"), where) for one, where in operands]
 
 # Reading
 lab.read(
-    "A second program on the same SM could compute meanwhile, but does not fit: a program of the "
-    "fast kernel owns 128 keys, and at head_dim 128 its tiles "
+    "A second program on the same SM could compute meanwhile, but it does not fit. A program "
+    "of the fast kernel owns 128 keys, and at head_dim 128 its tiles "
     f"fill {room['registers']} of the {capacity['registers']} KiB of registers and "
-    f"{room['shared memory']} of the {capacity['shared memory']} KiB of shared memory of its SM."
+    f"{room['shared memory']} of the {capacity['shared memory']} KiB of shared memory on its SM."
 )
 
 # %%
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    Give the additions a warp of their own. That warp waits for the turn and for the sums, while
-#    the warps that compute go on.
+#    Give the additions their own warp. It waits for the turn and for the sums, while the warps that
+#    compute carry on.
 #
-# What this saves was not measured: the ladder below has no fixed order without an adder.
+# We have not measured what this saves: the ladder below has no fixed order without an adder.
 #
-# A program then has three roles, which meet only at barriers and in shared memory:
+# A program now has three roles, which meet only at barriers and in shared memory:
 #
-# - a *loader* warp fills rings of queries and of the gradients ``dO``;
-# - two *consumers* compute; each is a :term:`warpgroup` and owns 64 of the 128 keys;
-# - an *adder* warp waits for its turn, and has the copy engine add the part.
+# - a *loader* warp fills rings with queries and with the gradients ``dO``;
+# - two *consumers*, each a :term:`warpgroup` with 64 of the 128 keys, do the computing;
+# - an *adder* warp waits for its turn and has the copy engine add the part.
 
 
 # Drawing
@@ -538,13 +541,13 @@ def machine(axes):
 
 
 lab.sketch(
-    "Three roles; below them shared memory, the copy engine, memory",
+    "Three roles, and below them shared memory, copy engine and memory",
     "Boxes. A loader of one warp asks the copy engine to load Q and dO from memory into rings in "
     "shared memory. Two consumers of four warps each wait until a slot is full, tell the loader "
     "when it is empty, hand dS to each other through shared memory, and write the part of dQ "
     "there. They tell an adder of one warp that it is full, and the adder tells them when it is "
-    "empty. The adder asks the copy engine to add the part to the sums of dQ in memory, reads in a "
-    "counter whether it is its turn, and writes in another what is done.",
+    "empty. The adder asks the copy engine to add the part to the sums of dQ in memory, reads from "
+    "one counter whether it is its turn, and writes to another what is done.",
     machine,
     height=4.4,
 )
@@ -564,10 +567,10 @@ lab.together(
 # One step, wait by wait
 # ----------------------
 #
-# The matmul units should run all the time, although the five matmuls of a step need each other's
-# results. So a consumer only *issues* a matmul, and then does work that does not need the result.
-# It waits eight times: for the loader (1, 2), for its own matmuls (3, 4, 6, 8), for the other
-# consumer (5) and for the adder (7):
+# The matmul units should run all the time, although the five matmuls of a step depend on one
+# another's results. A consumer therefore only *issues* a matmul, and then turns to work that does
+# not need the result. It waits eight times: for the loader (1, 2), for its own matmuls (3, 4, 6,
+# 8), for the other consumer (5) and for the adder (7):
 #
 # .. image:: /figures/attention-backward-step.svg
 #    :alt: One step of consumer 0, and its eight waits. Four lanes, in which time runs down: adder,
@@ -575,20 +578,20 @@ lab.together(
 #          loader (1) and issues S, waits for dO and delta (2) and issues dP, waits for S (3) and
 #          makes P while dP runs, waits for dP (4) and makes dS, issues dV and stores dS, meets
 #          consumer 1 (5) while dV runs, issues the part and dK, waits for the part and dV (6) and
-#          frees the slot of dO, waits until the adder has had the buffer read (7), stores its part
-#          for the adder while dK runs, waits for dK (8), and frees the slot of Q. The adder adds
-#          the part of the step before until after wait 7, and then waits for its turn.
+#          frees the slot of dO, waits until the copy engine has read the buffer (7), stores its
+#          part for the adder while dK runs, waits for dK (8), and frees the slot of Q. The adder
+#          adds the part of the previous step until after wait 7, and then waits for its turn.
 #
-# **Of what a step computes, only dS must go to shared memory as an operand.** A Hopper matmul
-# takes its *right* operand from shared memory, and its *left* one from there or from registers. So
-# we compute the *transposed* scores :math:`K Q^\top`, and :math:`V dO^\top`, because then
-# :math:`P^\top` and :math:`dS^\top` are left operands in the registers where they were made. But
-# the part of :math:`dQ` needs :math:`dS` on the left, and a matmul can transpose only what it reads
-# from shared memory. The code that follows is that of the fast kernel, for head_dim 128.
+# **Of all that a step computes, only dS must go to shared memory as an operand.** A Hopper matmul
+# reads its *right* operand from shared memory, and its *left* one from shared memory or registers.
+# We therefore compute the *transposed* scores :math:`K Q^\top`, and :math:`V dO^\top`, so that
+# :math:`P^\top` and :math:`dS^\top` are left operands in the registers where they were computed.
+# But the part of :math:`dQ` needs :math:`dS` on the left, and a matmul can transpose only what it
+# reads from shared memory. The code below is that of the fast kernel, for head_dim 128.
 #
-# **Waits 1 to 3: make P, while dP runs.** In step ``i`` a consumer meets the queries ``q`` and
+# **Waits 1 to 3: make P while dP runs.** In step ``i``, a consumer combines the queries ``q`` and
 # their gradients ``do`` with its own 64 keys ``k`` and values ``v``. The rows of ``s``, ``p``,
-# ``dp`` and ``ds`` are keys:
+# ``dp`` and ``ds`` belong to keys:
 #
 # .. code-block:: python
 #
@@ -604,27 +607,27 @@ lab.together(
 #    weights = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
 #    delta = delta_s.index(slot).load(query)
 #
-# ``warpgroup_mma_wait(1)`` waits until at most one matmul is under way: S is there, and dP still
-# runs while ``exp2`` makes the weights.
+# ``warpgroup_mma_wait(1)`` waits until at most one matmul is in flight: S is finished, and dP still
+# runs while ``exp2`` computes the weights.
 #
 # .. dropdown:: Names in the code, and what parity is
 #
-#    - Names in ``_s`` are buffers in shared memory, and a ring has ``STAGES`` = 2 slots.
-#    - ``ds`` is the :math:`dS^\top` of the formulas, and ``ds_t``, further down, is :math:`dS`.
-#    - ``parity`` is the number of a barrier's phase modulo 2, because a barrier can tell only an
-#      even phase from an odd one: it is 0 at the first use of a slot and 1 at the second.
-#      ``(i & 1) ^ 1``, at wait 7, lets the first wait pass at once, because the buffer is empty in
-#      the beginning.
-#    - ``none`` stands where a matmul has an accumulator, because S and dP begin anew in each step.
-#    - ``exp2`` computes powers of 2, so ``scale_log2`` and ``lse`` hold a factor
-#      :math:`\log_2 e`. A causal mask would set weights to 0 here.
-#    - ``query`` is the layout of one number per query, and not the offsets of queries as in the
-#      small kernel; ``operand`` is the layout of a left operand. With ``assert_trivial``, no number
-#      may move to another thread.
+#    - Names ending in ``_s`` are buffers in shared memory; a ring has ``STAGES`` = 2 slots.
+#    - ``ds`` is the :math:`dS^\top` of the formulas; ``ds_t``, further down, is :math:`dS`.
+#    - ``parity`` is the number of a barrier's phase modulo 2, since a barrier can only tell an even
+#      phase from an odd one: it is 0 at the first use of a slot and 1 at the second.
+#      ``(i & 1) ^ 1``, at wait 7, lets the first wait pass at once, because the buffer starts out
+#      empty.
+#    - ``none`` takes the place of an accumulator, because S and dP start afresh in each step.
+#    - ``exp2`` computes powers of 2, so ``scale_log2`` and ``lse`` include a factor
+#      :math:`\log_2 e`. A causal mask would set weights to 0 at this point.
+#    - ``query`` is the layout of one number per query, not the offsets of queries as in the small
+#      kernel; ``operand`` is the layout of a left operand. With ``assert_trivial``, no number may
+#      move to another thread.
 #    - ``position_of`` and ``announce``, in the code of the adder, are two small functions in
-#      :term:`PTX`, which a fold there shows.
+#      :term:`PTX`; a fold there shows them.
 #
-# **Waits 4 and 5: exchange dS, while dV runs.** The consumers meet at a :term:`named barrier`:
+# **Waits 4 and 5: exchange dS while dV runs.** The two consumers meet at a :term:`named barrier`:
 #
 # .. code-block:: python
 #
@@ -636,11 +639,11 @@ lab.together(
 #    named_barrier("sync", 9, 256)  # wait 5, at barrier 9, for 256 threads
 #
 # ``fence_async_shared`` lets matmuls see what threads have stored. ``ds_s`` has tiles for two
-# steps, so that a consumer can store the next dS while the other still reads this one.
+# steps, so that a consumer can store the next dS while the other still reads the current one.
 #
 # **Wait 6: compute the part of dQ.** If each consumer computed the part of its own 64 keys, every
-# step would have two parts to add. Instead each computes half of the columns, for the keys of both.
-# In this loop ``half`` is of the *keys*: the consumer whose keys and dS are read.
+# step would have two parts to add. Instead, each computes half of the columns, for the keys of
+# both. Below, ``half`` is the consumer whose *keys* and dS are read.
 
 
 # Drawing
@@ -673,9 +676,9 @@ def halves_of_the_part(axes):
 
 
 lab.sketch(
-    "Wait 6: the colour tells which consumer computes",
+    "Wait 6: the colour shows which consumer computes",
     "Three matrices. dS has 64 queries and 128 keys, of which each consumer wrote 64. K has 128 "
-    "keys and 128 columns, in two times two blocks: half names its rows, and a consumer reads the "
+    "keys and 128 columns, in two by two blocks: half names the rows, and each consumer reads the "
     "two blocks of its own columns. Their product is the part of dQ, of which consumer 0 computes "
     "the left columns, and consumer 1 the right ones.",
     halves_of_the_part,
@@ -694,10 +697,10 @@ lab.sketch(
 #    part, dv = warpgroup_mma_wait(1, deps=[part, dv])  # wait 6
 #    mbarrier.arrive(do_empty.index(slot))
 #
-# Wait 6 leaves only dK under way. As dV has ended, the loader may fill the slot of dO again.
+# Wait 6 leaves only dK in flight. Since dV has finished, the loader may refill the slot of dO.
 #
-# **Waits 7 and 8: hand the part over, while dK runs.** When the copy engine has read the part
-# before (7), the consumer stores its half of this one. The step ends when dK is there (8):
+# **Waits 7 and 8: hand the part over while dK runs.** Once the copy engine has read the previous
+# part (7), the consumer stores its half of the new one. The step ends when dK is finished (8):
 #
 # .. code-block:: python
 #
@@ -710,16 +713,16 @@ lab.sketch(
 #
 # .. dropdown:: Why one meeting per step suffices
 #
-#    A consumer that stores dS in step :math:`t` has met the other in step :math:`t - 1`, and by
-#    then the other had finished the matmuls of step :math:`t - 2`, which read the same tile of
+#    A consumer that stores dS in step :math:`t` has met the other one in step :math:`t - 1`. By
+#    then, the other had finished the matmuls of step :math:`t - 2`, which read the same tile of
 #    ``ds_s``.
 
 # %%
 # How the adder keeps the order
 # -----------------------------
 #
-# With roles the proof still holds, because only the *adder* waits for another program. Inside a
-# program every wait is for something earlier in the step, or in a step before, so these waits end.
+# The proof still holds with roles, because only the *adder* waits for another program. Every wait
+# inside a program is for something earlier in the step, or in a previous step, so these waits end.
 #
 # **The adder reports twice.** The consumers can have their buffer back as soon as the copy engine
 # has *read* the part, but the next program has to wait until the engine has *completed* the
@@ -768,10 +771,10 @@ def one_addition(axes):
 lab.sketch(
     "One addition: what the adder reports, and when",
     "Time runs to the right. The counter of the previous program tells the adder that it is its "
-    "turn. Consumers say that the part is full, and the adder asks the copy "
-    "engine to add it. When the engine has read the part, the adder says to the consumers that it "
-    "is empty. When the engine has completed the addition to the sums, which is later, the adder "
-    "announces it to the next program by the counter.",
+    "turn. The consumers report that the part is full, and the adder asks the copy engine to add "
+    "it. When the engine has read the part, the adder tells the consumers that it is empty. When "
+    "the engine has completed the addition to the sums, which is later, the adder announces it to "
+    "the next program through the counter.",
     one_addition,
     height=2.9,
 )
@@ -795,34 +798,34 @@ lab.sketch(
 #        announce(counter_ptr, i + 1)
 #
 # ``tma.store_wait(0)`` waits until the engine has *read* both halves. Triton's atomics order only
-# what threads store, but here the engine adds. So ``announce`` waits, in four instructions of PTX,
-# until the engine has *completed* the additions, and then writes the counter.
+# what threads store, but here the engine adds. ``announce`` therefore waits, in four instructions
+# of PTX, until the engine has *completed* the additions, and then writes the counter.
 #
-# The sums are float32, and without the scale. After the sweep a small kernel multiplies them by the
-# scale and writes :math:`dQ` in 16 bits; all bars include its time.
+# The sums are kept in float32 and without the scale. After the sweep, a small kernel multiplies
+# them by the scale and writes :math:`dQ` in 16 bits; all bars include its time.
 #
 # .. dropdown:: The four instructions, and those of the reader
 #
 #    .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
 #       :pyobject: announce
 #
-#    ``$1`` is the address of the counter, ``$2`` is ``position``, and ``$0`` a result that Triton
-#    demands.
+#    ``$1`` is the address of the counter, ``$2`` is ``position``, and ``$0`` is a result that
+#    Triton requires.
 #
 #    1. ``cp.async.bulk.wait_group 0`` waits until the engine has *completed* the additions.
-#    2. ``fence.proxy.async.global`` puts what the engine did before what the thread does next.
-#    3. ``bar.warp.sync`` holds back the other lanes of the warp, because only the lane that asked
-#       for the additions has waited for them.
+#    2. ``fence.proxy.async.global`` orders what the engine did before what the thread does next.
+#    3. ``bar.warp.sync`` holds back the other lanes of the warp, because only the lane that issued
+#       the additions has waited for them.
 #    4. ``st.release.gpu`` writes the counter.
 #
-#    The reader does the same backwards:
+#    The reader does the same in reverse:
 #
 #    .. literalinclude:: /../src/kernelbook/ops/hopper/backward.py
 #       :pyobject: position_of
 #
-#    ``ld.acquire.gpu`` is the other end of the release. ``redux.sync.min`` gives all 32 lanes the
-#    smallest count that one of them read, and the fence puts what they saw before the additions
-#    that this program's engine makes next.
+#    ``ld.acquire.gpu`` is the counterpart of the release. ``redux.sync.min`` gives all 32 lanes the
+#    smallest count that any of them read, and the fence orders what they saw before the additions
+#    that this program's engine performs next.
 
 # Whole: each change of the ladder below is a switch
 import triton
@@ -1295,11 +1298,11 @@ def worst_of_each():
 
 
 # %%
-# The same bits in every run
-# --------------------------
+# How the gradients were checked
+# ------------------------------
 #
-# The same bits and the right gradients were checked on the package's version of this kernel, which
-# on Hopper, in 16 bits, is the backward pass of ``attention(q, k, v)`` for most shapes.
+# We checked the bits and values of the gradients on the package's version of this kernel, which on
+# Hopper, in 16 bits, is the backward pass of ``attention(q, k, v)`` for most shapes.
 
 # Measuring
 dtype = torch.float16 if runtime.INTERPRETED else torch.bfloat16
@@ -1460,24 +1463,24 @@ in_fixed = [row["launches"] for row in again.rows if row["order"] == "fixed"]
 ended = soaked.rows[0] if soaked.rows else {}
 said = right.plain.split("\n")[0].partition(": ")[2].split(";")[0].rstrip(".")
 lab.read(
-    f"**In a fixed order no bit differed** in {sum(in_fixed) if in_fixed else nan:,.0f} launches "
-    "of one input, with and without a mask, while other kernels ran. Without an order "
+    f"**In a fixed order, no bit differed** in {sum(in_fixed) if in_fixed else nan:,.0f} launches "
+    "of one input, with and without a mask, while other kernels ran. Without an order, "
     + (
         "`dq` differed in every launch"
         if set(of_free) == {launched}
         else f"`dq` differed in {of_free[0]:,.0f} launches without a mask and in "
         f"{of_free[1]:,.0f} with a causal one"
     )
-    + ", while `dk` and `dv` never did, because only one program adds to them. In a fixed order "
-    f"{ended.get('finished', nan):,.0f} launches of random shapes all ended."
+    + "; `dk` and `dv` never did, because only one program adds to each. All "
+    f"{ended.get('finished', nan):,.0f} launches of random shapes in a fixed order ended."
 )
 
 # %%
 
 # Reading
 lab.read(
-    "**The gradients are right.** Over odd lengths, grouped heads, causal masks and windows, in a "
-    f"fixed order and without one, in bfloat16 against float64, {said}."
+    "**The gradients are right.** In bfloat16 against float64, over odd lengths, grouped heads, "
+    f"causal masks and windows, in a fixed order and without one, {said}."
 )
 
 # %%
@@ -1486,12 +1489,12 @@ lab.read(
 lab.together(
     lab.table(rows, "What attention(...).backward runs on a Hopper GPU, by length"),
     lab.read(
-        "Two sweeps also run on other GPUs, and where not all three gradients are asked for. "
-        '`backend="triton"` asks for two sweeps. `backend="gluon"` insists on Gluon, and raises an '
+        "Two sweeps also run on other GPUs, and where not all three gradients are requested. "
+        '`backend="triton"` asks for two sweeps; `backend="gluon"` insists on Gluon, and raises an '
         "error where that cannot run. Plain Triton's single sweep runs only with "
         '`deterministic=False` together with `backend="triton"`, because it is slower than two '
-        "sweeps. The kernel is in `src/kernelbook/ops/hopper/backward.py`, and was run under "
-        "Triton 3.6 and 3.9; under 3.7 and 3.8 it compiles, but was not run."
+        "sweeps. The kernel is in `src/kernelbook/ops/hopper/backward.py`. It was run under "
+        "Triton 3.6 and 3.9; under 3.7 and 3.8 it compiles but was not run."
     ),
     lab.check(
         "The public call",
@@ -1509,12 +1512,12 @@ lab.together(
     again,
     soaked,
     lab.read(
-        "One input was launched again and again, and every launch compared with the first. The "
-        "other work made programs start at different times. "
-        "Every tenth launch of the random shapes was compared with plain Triton, and agreed. "
+        "One input was launched again and again, and every launch was compared with the first, "
+        "while other work made programs start at different times. "
+        "Every tenth launch of the random shapes was compared with plain Triton, and all agreed. "
         "NVIDIA's compute-sanitizer found no access out of bounds in these kernels, but its search "
-        "for races cannot judge warps with roles: it missed a race of two roles that we had "
-        "planted, and took an exchange that an mbarrier orders for one."
+        "for races cannot judge warps with roles: it missed a race between two roles that we had "
+        "planted, and reported a race where an mbarrier orders the exchange."
     ),
 )
 
@@ -1522,11 +1525,11 @@ lab.together(
 # What each change is worth
 # -------------------------
 #
-# The *ladder* begins at “one sweep with roles”, in which the consumers themselves ask for the
+# The *ladder* begins with “one sweep with roles”, in which the consumers themselves ask for the
 # additions, and each *rung* adds one change to the rung above. The kernels of
-# :doc:`/chapters/attention_backward` stand apart; there, plain Triton's single sweep is explained.
-# All are credited with five matmuls, even two sweeps, so a longer bar is a shorter time. Beside a
-# bar stands its gain over the rung above; ±0 is less than 2 %.
+# :doc:`/chapters/attention_backward` stand apart; that chapter explains plain Triton's single
+# sweep. All are credited with five matmuls, even two sweeps, so a longer bar means a shorter time.
+# Next to each bar is its gain over the rung above; ±0 is less than 2 %.
 
 # Measuring
 SCATTER = 0.02  # of one kernel that the page times twice: the section on speed has it
@@ -1539,7 +1542,7 @@ def verdict(change):
         return f"{nan}"
     if abs(change) < SCATTER:
         return NO_DIFFERENCE
-    return f"{'gains' if change > 0 else 'loses'} {100 * abs(change):.0f} %"
+    return f"is {100 * abs(change):.0f} % {'faster' if change > 0 else 'slower'}"
 
 
 def gain(name, mask, before):
@@ -1553,15 +1556,14 @@ def before(name):
 
 
 def told(name, than=None):
-    """What a rung gains over the one before, or over another, in words."""
+    """How much faster a rung is than the one before, or than another, in words."""
     causal, full = (
         verdict(gain(name, mask, than or before(name))) for mask in ("causal", "full")
     )
     if causal == full:
         return f"{full} with and without a mask"
-    for verb in ("gains ", "loses "):
-        if causal.startswith(verb):
-            full = full.removeprefix(verb)
+    if causal.startswith("is "):
+        full = full.removeprefix("is ")
     return f"{causal} under a causal mask and {full} in full attention"
 
 
@@ -1731,9 +1733,9 @@ APART = {  # for comparison: what is drawn, and what it is
 }
 WHAT_IS_NEW = {
     "one sweep with roles": "Gluon; consumers ask for additions",
-    "half the columns": "one part a step, not two",
-    "overlap": "matmuls ahead, as in the code above",
-    "an adder": "a warp adds, without an order",
+    "half the columns": "one part per step, not two",
+    "overlap": "matmuls issued ahead, as above",
+    "an adder": "a warp adds, in no fixed order",
     "a fixed order": "the adder waits for its turn",
     "heads apart": "causal: 8 tiles of each head at once",
     "Kernel Book": "any length; first part stored",
@@ -1754,8 +1756,9 @@ def over_the_rung_above(shares, rung, mask):
         return ""
     other = names[names.index(rung) - 1]
     change = shares[rung, mask] / shares.get((other, mask), nan) - 1
-    said = verdict(change).replace("gains ", "+").replace("loses ", "−")
-    return "" if said == f"{nan}" else said.replace(NO_DIFFERENCE, "±0")
+    if verdict(change) in (f"{nan}", NO_DIFFERENCE):
+        return "" if change != change else "±0"
+    return f"{'+' if change > 0 else '−'}{100 * abs(change):.0f} %"
 
 
 def rungs(axes, rows):
@@ -1822,9 +1825,9 @@ most = all(
 )
 lab.read(
     "**“Half the columns” "
-    + ("gains most" if most else told("half the columns"))
-    + ":** each step makes one part instead of two, and half as many bytes are added, though the "
-    "consumers must meet to exchange dS."
+    + ("brings the largest gain" if most else told("half the columns"))
+    + ":** each step produces one part instead of two, halving the bytes to be added, "
+    "although the consumers must now meet to exchange dS."
 )
 
 # %%
@@ -1842,18 +1845,19 @@ at_least = least(simulate(32, 64, 132, True, at_once=16))
 longer = in_order_of_size[4] / at_least - 1
 on_the_rung = (
     "On the rung “a fixed order” all tiles of a head run at once, as in the middle panel of the "
-    "simulation, because the 4 · 32 tiles of four heads fit on the 132 SMs. Under a causal mask "
+    "simulation, because the 4 · 32 tiles of four heads fit on the 132 SMs. Under a causal mask, "
     "“heads apart” runs tiles of 16 heads at once, as in the lowest panel, and the rungs without "
-    "an order of about as many. "
+    "an order run tiles of about as many. "
 )
 lab.read(
-    "**The order costs time only under a causal mask, and “heads apart” wins it back,** because it "
-    "runs tiles of many heads at once. So “heads apart” is as fast as “an adder”, which has no "
+    "**On the ladder, the order costs time only under a causal mask, and “heads apart” wins that "
+    "time back** by running tiles of many heads at once. It is as fast as “an adder”, which has no "
     "order."
     if as_simulated and min(cost) >= -SCATTER
-    else "In full attention the order "
-    f"{verdict(gain('a fixed order', 'full', 'an adder'))}; under a "
-    f"causal mask it {verdict(gain('a fixed order', 'causal', 'an adder'))}, and “heads apart” "
+    else "Compared with “an adder”, “a fixed order” "
+    f"{verdict(gain('a fixed order', 'full', 'an adder'))} in full attention and "
+    f"{verdict(gain('a fixed order', 'causal', 'an adder'))} under a causal mask. There, compared "
+    "with “a fixed order”, “heads apart” "
     f"{verdict(gain('heads apart', 'causal', 'a fixed order'))}."
 )
 
@@ -1862,7 +1866,7 @@ lab.read(
 
 # Measuring
 def of_heads(times, seqlen, than=1):
-    """What so many times as many heads as fill the GPU gain over another number of them."""
+    """How so many times as many heads as fill the GPU compare with another number of them."""
     one, other = (
         by_heads.rate(f"heads × {number}", seqlen=seqlen) for number in (times, than)
     )
@@ -1945,38 +1949,38 @@ lab.together(
         "**Which heads run together.** "
         + on_the_rung
         + "In full attention the adder waits for its turn "
-        f"{of_waits('adder waits, %', 1, 'full'):.0f} % of the time, on average, and there the "
-        f"order {verdict(gain('a fixed order', 'full', 'an adder'))}."
+        f"{of_waits('adder waits, %', 1, 'full'):.0f} % of the time on average, and there “a fixed "
+        f"order” {verdict(gain('a fixed order', 'full', 'an adder'))} compared with “an adder”."
     ),
     lab.read(
-        "**The simulation** of this run has its 64 heads, of which 4 alternate, and 132 SMs. It "
-        "knows no adder: a simulated program does nothing while it waits. "
+        "**The simulation** of this run has its 64 heads, of which 4 alternate, and 132 SMs, but "
+        "no adder: a simulated program does nothing while it waits. "
         + (
-            "So it is right about the pattern and not about the size. It foretells a causal sweep "
-            f"{100 * longer:.0f} % longer than without waits, and the measured loss is "
-            f"{-100 * gain('a fixed order', 'causal', 'an adder'):.0f} %."
+            "It is therefore right about the pattern but not about the size: it predicts that a "
+            f"causal sweep takes {100 * longer:.0f} % longer than without waits, whereas the "
+            f"measured loss is {-100 * gain('a fixed order', 'causal', 'an adder'):.0f} %."
             if as_simulated
             else ""
         )
     ),
     lab.read(
         "**The last rung** takes any length, and stores the part of the first program of a head, "
-        "so that the sums need no zeros. Only an order allows this; the two changes were not timed "
-        "apart. Plain Triton's single sweep is no rung, because it also has other tiles and "
-        "operands than the first."
+        "so that the sums need not be set to zero. Only a fixed order allows this; the two changes "
+        "were not timed separately. Plain Triton's single sweep is not a rung, because its tiles "
+        "and operands also differ from those of the first."
     ),
     lab.read(
-        f"**More heads.** At 16,384, ×\u00a04 {of_heads(4, 16384)} against ×\u00a01, and ×\u00a08 "
-        f"{of_heads(8, 16384, than=4)} against ×\u00a04; at 4,096 ×\u00a08 "
+        f"**More heads.** At length 16,384, compared with ×\u00a01, ×\u00a04 {of_heads(4, 16384)}; "
+        f"compared with ×\u00a04, ×\u00a08 {of_heads(8, 16384, than=4)}; at length 4,096, it "
         f"{of_heads(8, 4096, than=4)}. The package takes ×\u00a04 for both"
         + (", and so misses some speed at 16,384. " if more > 1 + SCATTER else ". ")
-        + "Without an order, as many heads alternate as half of L2 holds the operands of."
+        + "Without an order, as many heads alternate as have operands that fit in half of L2."
     ),
     lab.read(
-        "**One more rung, at head_dim 64.** A tile there has 128 queries, and registers are full "
-        "again, so the package reads `lse` and `delta` after the matmul and not during it. "
+        "**One more rung, at head_dim 64.** Here a tile has 128 queries and the registers are full "
+        "again, so the package reads `lse` and `delta` after the matmul rather than during it. "
         f"At length 16,384, reading them late {change('full')} without a mask and "
-        f"{change('causal')} with a causal one. There, spilled registers go from "
+        f"{change('causal')} with a causal one, where the number of spilled registers goes from "
         f"{spills_of('causal', 'read early'):.0f} to {spills_of('causal', 'read late'):.0f}."
     ),
     lab.attempt(
@@ -1985,18 +1989,18 @@ lab.together(
     ),
 )
 # %%
-# What keeps one sweep from 1.4
-# -----------------------------
+# What keeps the speedup below 1.4
+# --------------------------------
 
 # Reading
 faster, when_causal = (
     1 + gain("Kernel Book", mask, "two sweeps") for mask in ("full", "causal")
 )
 lab.read(
-    f"**On the ladder one sweep is {faster:.2f} times as fast as two in full attention, and "
-    f"{when_causal:.2f} times under a causal mask.** The suspect is the shared sum, because two "
-    "sweeps keep every gradient in registers. But the two also differ in language and roles, and "
-    "nothing here times the sum alone."
+    f"**On the ladder, one sweep is {faster:.2f} times as fast as two in full attention, and "
+    f"{when_causal:.2f} times under a causal mask.** We suspect the shared sum, because two "
+    "sweeps keep every gradient in registers. But the two versions also differ in language and "
+    "roles, and nothing here times the sum alone."
 )
 
 # %%
@@ -2258,9 +2262,9 @@ without_sum = moved_kib["without the sum"] * KIB / 128
 assert without_sum < ideal < bound
 needed = cycles(whole_step)
 lab.read(
-    "**With the part of dQ, shared memory needs longer than the matmuls.** By a count of what a "
-    f"step moves and computes, shared memory needs {bound:,.0f} cycles for a step, and the matmul "
-    f"units need {ideal:,.0f}. Without the part written and read, shared memory would need "
+    "**With the part of dQ, shared memory needs more time than the matmuls.** By a count of what a "
+    f"step moves and computes, shared memory needs {bound:,.0f} cycles per step, against "
+    f"{ideal:,.0f} for the matmul units. Without the part to write and read, it would need "
     f"{without_sum:,.0f}."
 )
 
@@ -2317,32 +2321,32 @@ lab.draw(
 )
 lab.together(
     lab.read(
-        f"**What is missing.** One sweep is {faster:.2f} times as fast as two in full attention, "
-        f"and not 1.4 times, so each of its matmuls takes 1.4 / {faster:.2f} = "
-        f"{7 / 5 / faster:.2f} times as long as one of two sweeps."
+        f"**What is missing.** In full attention, one sweep is {faster:.2f} times as fast as two "
+        f"rather than 1.4 times, so each of its matmuls takes 1.4 / {faster:.2f} = "
+        f"{7 / 5 / faster:.2f} times as long as a matmul of two sweeps."
     ),
     lab.read(
-        "**The count.** Five matmuls are 5 · 2 · 64 · 128 · 128 operations, and the matmul units "
-        "of an SM do 4,096 per cycle. Shared memory moves 128 bytes per cycle. The matmuls of each "
-        "consumer read eight operands of 64 × 128 numbers from it: two each for S, dP and the "
-        "part, and one each for dV and dK."
+        "**The count.** Five matmuls are 5 · 2 · 64 · 128 · 128 operations, of which the matmul "
+        "units of an SM do 4,096 per cycle. Shared memory moves 128 bytes per cycle. From it, the "
+        "matmuls of each consumer read eight operands of 64 × 128 numbers: two each for S, dP and "
+        "the part, and one each for dV and dK."
     ),
     moved_table,
     lab.read(
-        f"**The test.** The count is right to {off:.0f} % for a kernel of nothing but the five "
-        f"matmuls, which takes {cycles('all five'):,.0f} cycles per step, and for one that also "
-        "stores as many bytes as a step moves besides its operands, which takes "
+        f"**The test.** The count is right to within {off:.0f} % for two kernels: one with nothing "
+        f"but the five matmuls, which takes {cycles('all five'):,.0f} cycles per step, and one "
+        "that also stores as many bytes as a step moves besides its operands, which takes "
         f"{needed:,.0f}."
     ),
     by_part,
 )
 
 # %%
-# **Where the other cycles go.** On the rung “a fixed order”, consumers and adder note the cycle
-# counter of their SM (a *stamp*). A box holds the waits of its number and the work around them, and
-# wait 8 is the gap after box 7. The first row is counted, not stamped: when the only matmul under
-# way has had its cycles, the matmul units pause until a consumer issues the next. The steps drawn
-# are near the table's mean.
+# **Where the other cycles go.** A step takes longer than either count. On the rung “a fixed order”,
+# consumers and adder record the cycle counter of their SM (a *stamp*). A box holds the waits of its
+# number and the work around them; wait 8 is the gap after box 7. The first row is counted, not
+# stamped: once the only matmul in flight has had its cycles, the matmul units pause until a
+# consumer issues the next. The steps drawn are close to the table's mean.
 
 
 # Drawing
@@ -2462,7 +2466,7 @@ def in_words(rows):
     return (
         "Timelines of the matmul units, two consumers and an adder. In each step the units have no "
         f"work for {at_ds:,.0f} cycles while both consumers make dS, and for {at_part:,.0f} while "
-        "both hand their part over. The adder waits for its turn and adds, without a gap."
+        "both hand their part over. The adder waits for its turn and adds, with hardly a gap."
     )
 
 
@@ -2509,7 +2513,7 @@ def budget_rows():
         "five matmuls, counted": [ideal for _ in BUDGET],
         "pause until dS is made (4)": [at_ds for _, at_ds, _ in BUDGET.values()],
         "pause until the next S (7, 8)": [at_part for *_, at_part in BUDGET.values()],
-        "what is left": [left_of(*one) for one in BUDGET.values()],
+        "the rest": [left_of(*one) for one in BUDGET.values()],
         "a step": [whole for whole, *_ in BUDGET.values()],
     }
     return [
@@ -2526,10 +2530,10 @@ lab.table(budget_rows() if BUDGET else [], "Where the cycles of a step go")
 # Reading
 left = left_of(*BUDGET["a fixed order"]) if in_order else nan
 lab.read(
-    "**Twice in each step the matmul units pause:** until dS is made, and until the part is handed "
-    "over. In what is left the matmuls take longer than counted. The load on shared memory may "
-    "account for most of it, because in a kernel of nothing but matmuls and stores "
-    f"{needed - ideal:,.0f} cycles are left as well."
+    "**The matmul units pause twice in each step:** until dS is made, and until the part is handed "
+    "over. The rest is time by which the matmuls take longer than counted. The load on shared "
+    "memory may account for most of it: a kernel of nothing but matmuls and stores also exceeds "
+    f"the count of its matmuls by {needed - ideal:,.0f} cycles."
 )
 
 # %%
@@ -2547,27 +2551,27 @@ late = [  # whether it was still there when the second of both came
 ]
 lost = 100 * (1 - any_order["a step"] / in_order["a step"]) if BUDGET else nan
 lab.read(
-    f"**The adder is never idle:** in a step it waits {turn_taken:,.0f} cycles for its turn and "
-    f"spends {adding:,.0f} on the part. If its turn comes late, wait 7 is long. A second buffer "
-    "was not measured."
+    f"**The adder's step is full:** it waits {turn_taken:,.0f} cycles for "
+    f"its turn and spends {adding:,.0f} on the part. If its turn comes late, wait 7 is long. A "
+    "second buffer was not measured."
 )
 
 # %%
 
 # Reading
 lab.read(
-    "**Without an order the second pause is shorter,** and a traced step takes "
+    "**Without an order, the second pause is shorter,** and a traced step takes "
     f"{lost:.0f} % fewer cycles"
     + (
-        ", but the ladder shows no gain of speed; why, we do not know."
+        ". Yet the ladder shows no gain in speed, and we do not know why."
         if verdict(gain("a fixed order", "full", "an adder")) == NO_DIFFERENCE
         else "."
     )
 )
 
 # %%
-# **One sweep may pay for its shared sum twice:** the part of dQ loads shared memory, and in a fixed
-# order the matmul units pause while it is handed over. Two sweeps were not traced.
+# **One sweep may pay twice for its shared sum:** the part of dQ loads shared memory, and in a fixed
+# order the matmul units pause while it is handed over. We did not trace two sweeps.
 
 # %%
 
@@ -2592,51 +2596,51 @@ lab.together(
         ]
         if traced.rows
         else [],
-        "The program drawn, as a mean of all its steps traced, and the mean over programs from "
+        "The program drawn, as the mean of all its traced steps, and the mean over programs from "
         "all tiles",
     ),
     of_all,
     lab.read(
-        "**The first row of the figure.** After wait 3 of both consumers only dP is under way, and "
-        f"after wait 6 only dK, each for {UNDER_WAY:.0f} cycles. "
+        "**The first row of the figure.** After wait 3 of both consumers, only dP is in flight, "
+        f"and after wait 6 only dK, for {UNDER_WAY:.0f} cycles each. "
         + (
             "Wait 7 is not long in the program drawn, because the adder had always finished the "
-            "part before when the consumers came to it."
+            "previous part by the time the consumers reached it."
             if free and all(free)
             else f"In {sum(late)} of {len(late)} steps of the program drawn, the adder had not "
-            "finished the part before when the consumers came to wait 7."
+            "finished the previous part when the consumers reached wait 7."
             if any(late)
             else ""
         )
     ),
     lab.read(
-        "In the figure “adds” begins with two barriers at which the part is ready; to check them, "
-        f"and to stamp, takes {spent(traced.rows, 'its turn', 'has parts', 'adder'):,.0f} cycles. "
-        f"An addition takes {spent(traced.rows, 'has parts', 'added', 'adder'):,.0f} cycles there, "
-        "as a mean of all steps traced, and "
-        f"{cycles('all SMs add parts'):,.0f} in the test in which all SMs add without a pause. "
-        f"Both consumers make dS at about the same time, within {lag:.0f} cycles, as they would, "
-        "since they meet in every step to exchange it; a sweep without the meeting was not run. "
-        "Stores and copies can delay a matmul, and then a pause is shorter than counted. Of the "
-        f"{len(steps_drawn)} steps of this program one takes "
-        f"{max(steps_drawn, default=nan):,.0f} cycles. What the stamps cost was not measured. "
-        "Nor does one program rank rungs: a step of "
-        f"“{TRACED[0]}”, which is the slower rung, takes {step_alone:,.0f}."
+        "In the figure, “adds” begins with two barriers at which the part is already there; "
+        "checking them, and stamping, takes "
+        f"{spent(traced.rows, 'its turn', 'has parts', 'adder'):,.0f} cycles. An addition takes "
+        f"{spent(traced.rows, 'has parts', 'added', 'adder'):,.0f} cycles in this program, "
+        f"averaged over all traced steps, and {cycles('all SMs add parts'):,.0f} in the test in "
+        "which all SMs add without a pause. Both consumers make dS at about the same time, within "
+        f"{lag:.0f} cycles, as expected, since they meet in every step to exchange it; we did not "
+        "run a sweep without the meeting. Stores and copies can delay a matmul, in which case a "
+        f"pause is shorter than counted. The longest of the {len(steps_drawn)} steps of this "
+        f"program takes {max(steps_drawn, default=nan):,.0f} cycles. We did not measure what the "
+        f"stamps cost. Nor does a single program rank the rungs: a step of “{TRACED[0]}”, the "
+        f"slower rung, takes {step_alone:,.0f}."
     ),
     lab.read(
         f"**Two peaks.** A step of {mean_step:,.0f} cycles uses the matmul units at "
-        f"{100 * ideal / mean_step:.0f} % of their peak. On the ladder “a fixed order” has "
+        f"{100 * ideal / mean_step:.0f} % of their peak. On the ladder, “a fixed order” reaches "
         f"{100 * steps.share('a fixed order', mask='full'):.0f} %, because there 100 % is the "
-        "matmul of cuBLAS, which itself stays below that peak."
+        "speed of cuBLAS's matmul, which itself stays below that peak."
     ),
 )
 
 # %%
-# Against the libraries
-# ---------------------
+# How the libraries compare
+# -------------------------
 #
-# We compare with cuDNN, through SDPA, and with FlashAttention 4, which adds in a fixed order only
-# in its deterministic mode.
+# We compare with cuDNN, called through SDPA, and with FlashAttention 4, which adds in a fixed order
+# only in its deterministic mode.
 
 # Measuring
 PEERS = ("SDPA cuDNN", "FlashAttention")
@@ -2833,11 +2837,11 @@ where_two = {
 }
 only_short = len(of_two_sweeps) == len(where_two["causal"])
 lab.read(
-    "“Kernel Book” is the package's default, which is one sweep in order"
+    "“Kernel Book” is the package's default: one sweep in order"
     + (
         ", except under a causal mask at head_dim 64 and "
         f"{'lengths' if len(where_two['causal']) > 1 else 'length'} "
-        f"{' and '.join(where_two['causal'])}, where it is two"
+        f"{' and '.join(where_two['causal'])}, where it is two sweeps"
         if of_two_sweeps and only_short
         else f", except at {'; '.join(of_two_sweeps)}, where it is two sweeps"
         if of_two_sweeps
@@ -2845,7 +2849,7 @@ lab.read(
     )
     + ". The dashed line is the fastest library of each row"
     + (
-        ", always FlashAttention, in one of its two modes; cuDNN is in the fold."
+        ", which is always FlashAttention, in one of its two modes; cuDNN is in the fold."
         if set(fastest_is) <= {"FlashAttention", *by_mode}
         else "."
     )
@@ -2947,10 +2951,10 @@ lab.draw(
 
 # Reading
 lab.read(
-    f"**A library is faster at {everywhere} {len(at_points)} points:** Kernel Book has "
-    f"{shares_at(128, 64)} of its speed. Against FlashAttention's deterministic mode, which also "
-    f"keeps an order, it is behind at {len(below_theirs)} points, ahead at {len(over_theirs)}, and "
-    f"level at {len(at_points) - len(below_theirs) - len(over_theirs)}."
+    f"**A library is faster at {everywhere} {len(at_points)} points:** Kernel Book reaches "
+    f"{shares_at(128, 64)} of its speed. Against FlashAttention's deterministic mode, which "
+    f"also keeps an order, it is slower at {len(below_theirs)} points, faster at "
+    f"{len(over_theirs)}, and level at {len(at_points) - len(below_theirs) - len(over_theirs)}."
     if speed.rows
     else f"{nan}"
 )
@@ -2959,11 +2963,11 @@ lab.read(
 
 # Reading
 lab.read(
-    f"**One sweep in order beats two sweeps** at {verdicts[0]['faster']} points (at "
-    f"the ladder's full shape by {over_two('full'):.2f}, in another run), and loses at "
+    f"**One sweep in order beats two sweeps** at {verdicts[0]['faster']} points (at the ladder's "
+    f"full shape by a factor of {over_two('full'):.2f}, timed anew), and loses at "
     f"{verdicts[0]['slower']}"
     + (f" ({named(slower)})" if named(slower) else "")
-    + f". Dropping the order gains at {verdicts[1]['faster']} and loses at "
+    + f". Without the order, it is faster at {verdicts[1]['faster']} and slower at "
     f"{verdicts[1]['slower']}."
     if speed.rows
     else f"{nan}"
@@ -3016,7 +3020,7 @@ lab.plot(lines, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
 lab.together(
     lab.table(
         verdicts if speed.rows else [],
-        f"At how many of {len(at_points)} points one is faster, by {100 * SCATTER:.0f} % or more",
+        f"At how many of {len(at_points)} points one is faster by {100 * SCATTER:.0f} % or more",
     ),
     lab.table(
         [
@@ -3031,15 +3035,15 @@ lab.together(
             for row in at_points
             if speed.rows
         ],
-        "TFLOP/s of our ways, of FlashAttention's deterministic mode, and of the fastest library",
+        "TFLOP/s of our sweeps, of FlashAttention's deterministic mode, and of the fastest library",
     ),
     lab.read(
-        "**Without an order.** `deterministic=False` gives the order up only at "
-        f"{len(dropped)} points, where it gains at {len(won_by_it)} and loses at "
-        f"{len(lost_by_it)}. The order costs most at {named([dearest])}. Elsewhere the kernel "
-        f"without an order is slower by up to {-100 * min(without):.0f} %. Only a fixed order "
-        "knows which part comes first and can store it; without an order the sums have to be set "
-        "to zero before."
+        f"**Without an order.** `deterministic=False` gives up the order at only {len(dropped)} "
+        f"points; without it, the kernel is faster at {len(won_by_it) or 'none'} of them and "
+        f"slower at {len(lost_by_it) or 'none'}. The order costs most at {named([dearest])}. "
+        f"Elsewhere, the kernel without an order is up to {-100 * min(without):.0f} % slower. Only "
+        "in a fixed order is it known which part comes first, so that the kernel can store it; "
+        "without an order, the sums have to be set to zero beforehand."
         if speed.rows
         else f"{nan}"
     ),
@@ -3051,39 +3055,39 @@ lab.together(
         )
         + f" of {len(at_points)} rows"
         + ("" if "SDPA cuDNN" in fastest_is else "; cuDNN is never the fastest")
-        + f". Kernel Book has {shares_at(128)} of its speed at head_dim 128, and {shares_at(64)} "
-        "at head_dim 64."
+        + f". Kernel Book reaches {shares_at(128)} of its speed at head_dim 128, and "
+        f"{shares_at(64)} at head_dim 64."
         if speed.rows
         else f"{nan}"
     ),
     lab.read(
-        "**At which points.** FlashAttention's deterministic mode is "
-        f"faster than the default at {points_of(below_theirs)}"
-        f"{at_most(below_theirs, 'by default', FIXED_MODE)}, and slower at "
-        f"{points_of(over_theirs)}. **Why less than {100 * SCATTER:.0f} % is no "
-        "difference.** The default is timed under two names, and at "
-        f"{close} of {len(twice)} points the two times are nearer than that. The same kernel in "
-        f"two figures is up to {100 * abs(between):.0f} % apart, so we compare only within one. "
+        "**At which points.** FlashAttention's deterministic mode is faster than the default at "
+        f"{points_of(below_theirs)}{at_most(below_theirs, 'by default', FIXED_MODE)}, and slower "
+        f"at {points_of(over_theirs)}. **Why less than {100 * SCATTER:.0f} % is no difference.** "
+        f"We time the default under two names, and at {close} of {len(twice)} points the two times "
+        "agree more closely than that. The same kernel in two figures differs by up to "
+        f"{100 * abs(between):.0f} %, so we compare only within one figure. "
         + (f"Absent from this run: {', '.join(absent)}." if absent else "")
         if speed.rows
         else f"{nan}"
     ),
     lab.read(
-        f"**Head_dim 64, causal.** One sweep in order has {min(behind_at_64):.0f} to "
-        f"{max(behind_at_64):.0f} % of the fastest library's speed. There a matmul for a query and "
-        "a key is half as long as at head_dim 128, while P and dS are as much work. Tiles of 128 "
-        "by 128 also compute more pairs at the diagonal that nobody needs. What each of these "
-        "costs was not measured."
+        f"**Head_dim 64, causal.** One sweep in order reaches {min(behind_at_64):.0f} to "
+        f"{max(behind_at_64):.0f} % of the fastest library's speed. A matmul for a query and a key "
+        "is half as long as at head_dim 128, while P and dS take as much work. Tiles of 128 by 128 "
+        "also compute more pairs at the diagonal that nobody needs. We did not measure what each "
+        "of these costs."
     ),
     lab.read(
         "**Around the sweep.** A kernel before the sweep computes `delta`, and one after it "
-        "converts `dQ` to 16 bits. At head_dim 128 without a mask they take "
+        "converts `dQ` to 16 bits. At head_dim 128 without a mask, the two take "
         f"{share_around(1024):.0f} % of the time at length 1,024 and {share_around(16384):.1f} % "
         "at 16,384."
     ),
     lab.read(
-        "**Tried without a gain,** in runs that no record holds: scores and dP of the next step "
-        "issued ahead, an adder that asks early, and weights made before the wait for dP."
+        "**Tried without a gain,** in runs that no record holds: issuing the scores and dP of the "
+        "next step ahead, letting the adder ask early, and making the weights before the wait for "
+        "dP."
     ),
 )
 
@@ -3091,10 +3095,10 @@ lab.together(
 # What breaks it
 # --------------
 #
-# **Trusting that zeros stay zeros.** Beyond the last key, the copy engine fills a tile with zeros.
-# So a key that is not there has the score 0 and the weight :math:`e^{0 - \mathrm{lse}}`, which is
-# multiplied by zeros. But if lse is below about −88.7, this weight is infinite in float32, and
-# infinity times zero is not a number. So the kernel masks it:
+# **Trusting zeros to stay zeros.** Beyond the last key, the copy engine fills a tile with zeros. A
+# key that does not exist therefore has the score 0 and the weight :math:`e^{0 - \mathrm{lse}}`,
+# which is multiplied by zeros. But if lse is below about −88.7, this weight is infinite in
+# float32, and infinity times zero is not a number. The kernel therefore masks the weight:
 #
 # .. code-block:: python
 #
@@ -3118,7 +3122,7 @@ for name, added in (
     ("wrong: not masked", added_unmasked),
     ("right: masked", added_masked),
 ):
-    row = {"keys that are not there": name}
+    row = {"keys beyond the last": name}
     rows.append(
         row
         | {
@@ -3133,7 +3137,7 @@ assert [row["lse −100"] for row in rows] == ["adds nan", "adds 0"]
 # Folded: Masked and not, with the numbers of both
 lab.together(
     lab.listing({"Wrong": added_unmasked, "Right": added_masked}),
-    lab.table(rows, "What a key that is not there adds to dq"),
+    lab.table(rows, "What a key beyond the last adds to dq"),
 )
 
 # %%
@@ -3143,17 +3147,16 @@ lab.together(
 # **The same bits** come from taking turns, and all waits end if programs start in the order of
 # their ids.
 #
-# **The order is nearly free** in this kernel, where a warp of its own waits, provided that under a
-# causal mask neighbouring programs belong to different heads.
+# **The order is nearly free** in this kernel, where a separate warp does the waiting, provided that
+# neighbouring programs belong to different heads under a causal mask.
 
 # %%
 
 # Reading
 lab.read(
     f"**One sweep is faster than two at {verdicts[0]['faster']} of {len(at_points)} points,** but "
-    f"by less than 7/5, and slower at {verdicts[0]['slower']}. Part of the gap "
-    "may be the shared sum. The fastest library is ahead at "
-    f"{everywhere} {len(at_points)} points."
+    f"by less than 7/5, and slower at {verdicts[0]['slower']}. The shared sum may account for part "
+    f"of the gap. The fastest library is ahead at {everywhere} {len(at_points)} points."
     if speed.rows
     else f"{nan}"
 )
@@ -3162,9 +3165,10 @@ lab.read(
 # Exercise
 # --------
 #
-# **Does it fit?** At head_dim 128, could a program take tiles of 128 queries? Or of 80 or 96, if
-# Gluon allowed them? Count shared memory (227 KiB), and the registers of what a consumer holds
-# before the part, dK, dV, S, dP, and P and dS in 16 bits, of the 240 of each of its 128 threads.
+# **Does it fit?** At head_dim 128, could a program take tiles of 128 queries? What about 80 or 96,
+# if Gluon allowed them? Count the shared memory (227 KiB) and the registers (240 for each of a
+# consumer's 128 threads). Before it computes the part, a consumer holds dK, dV, S, dP, and P and dS
+# in 16 bits.
 
 # %%
 

@@ -2,15 +2,15 @@
 Attention as models use it
 ==========================
 
-Models seldom let every token attend to every other. Many layers look back over a window only,
-training packs texts of all lengths into one batch, and a model that writes asks with one query at a
-time. *What do these cost, if a kernel computes only what they need?*
+Models seldom let every token attend to every other. Many layers look back only over a window,
+training packs texts of all lengths into one batch, and a model that generates text asks one query
+at a time. *What does each of these cost if a kernel computes only what is needed?*
 
 You will learn
 
-- how two bounds decide which tiles a sliding window needs;
-- how programs find their sequence in a packed batch, without padding;
-- how to split the keys of one query over the whole GPU, and how to merge the parts.
+- how to find, from two bounds, the tiles that a sliding window needs;
+- how to find a program's sequence in a packed batch, without padding;
+- how to split the keys of one query over the whole GPU and merge the parts.
 
 Without an NVIDIA GPU, the checks run in Triton's :term:`interpreter`, and the speeds are those of a
 recorded run.
@@ -38,7 +38,7 @@ lab.start("attention_in_models", "kernelbook.ops.attention")
 # The problem in PyTorch
 # ----------------------
 #
-# The plainest way to write windows and packed texts in PyTorch is a mask, a table that says which
+# The simplest way to express windows and packed texts in PyTorch is a mask, a table that says which
 # query sees which key:
 
 
@@ -49,10 +49,10 @@ def standard_attention(q, k, v, seen):
 
 
 # %%
-# The mask changes the result and not the work, because it discards scores that are already
-# computed. :doc:`The kernel so far </chapters/attention_fast>` skips the tiles that a causal mask
-# hides, and no others. The table shows how many of the scores under such a mask are needed, and how
-# many programs that kernel launches: one for each 128 queries of a head.
+# The mask changes the result but not the work, because it discards scores that have already been
+# computed. :doc:`Our kernel so far </chapters/attention_fast>` skips the tiles that a causal mask
+# hides, but no others. The table shows what share of the scores under a causal mask is needed, and
+# how many programs that kernel launches, one for every 128 queries of a head.
 
 # Measuring
 TOKENS, LEFTS = 16384, (256, 1024, 4095)
@@ -109,36 +109,36 @@ lab.table(
 )
 
 # %%
-# For the first two, the kernel computes too much. The single query needs every score, but one
+# For the first two uses, the kernel computes too much. The single query needs every score, but one
 # program per head cannot fill a GPU with more than a hundred :term:`SMs <SM>`.
 #
-# A perfect kernel would spend time on the needed scores alone, and read the keys of a single query
-# as fast as the memory allows. We set aims for each use before we measured; a table at the end
-# shows which are reached.
+# A perfect kernel would spend time only on needed scores, and read the keys and values of a
+# single query as fast as memory allows. We set aims for each use before we measured; a table at the
+# end shows which we reached.
 #
 # Sliding windows
 # ---------------
 #
-# With a *sliding window*, work grows with the length of a text and not with its square, because a
-# query sees only ``left`` keys before its own position and ``right`` keys after it. With the window
+# In a *sliding window*, a query sees its own key, the ``left`` keys before it and the ``right``
+# keys after it, so work grows with the length of a text and not with its square. With the window
 # (2, 0), query 6 sees keys 4, 5 and 6. Query :math:`i` sees key :math:`j` if
 #
 # .. math::
 #
 #    i - \text{left} \;\le\; j \;\le\; i + \text{right}
 #
-# A causal mask is the bound :math:`\text{right} = 0` alone.
+# A causal mask has :math:`\text{right} = 0` and no left bound.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    Both bounds rise with :math:`i`, so the first and the last query of a tile decide which keys
-#    *some* query sees, and which keys *all* of them see.
+#    Both bounds rise with :math:`i`, so the first and last queries of a tile decide which keys
+#    *some* of its queries see, and which *all* of them see.
 #
-# **One tile, by hand.** Take tiles of 4 queries and 4 keys, a window of (9, 0), and the queries 12
-# to 15. Query 12 sees keys 3 to 12, and query 15 keys 6 to 15. So each of the keys 3 to 15 is seen
-# by some query, and the keys 6 to 12 by all. The loop over keys falls into three: two masked
-# edges, and between them a middle without a mask.
+# **One tile, by hand.** Take tiles of 4 queries and 4 keys, the window (9, 0), and queries 12 to
+# 15. Query 12 sees keys 3 to 12, and query 15 sees keys 6 to 15. Each of the keys 3 to 15 is thus
+# seen by some query, and keys 6 to 12 by all four. The loop over keys splits into three: two masked
+# edges and an unmasked middle between them.
 
 
 # Drawing
@@ -209,76 +209,76 @@ lab.sketch(
 )
 
 # %%
-# Orange tiles are masked, blue ones whole, and dashed ones never loaded. The loops begin and end
-# with the two ranges, 3 to 15 and 6 to 12, rounded to tiles:
+# Orange tiles are masked, blue tiles whole, and dashed tiles never loaded. The loop bounds come
+# from the ranges 3 to 15 and 6 to 12; all but the last are rounded to tiles:
 
 # Reading
 lab.table(
     [
         {
-            "of the queries 12 to 15": what,
+            "for queries 12 to 15": what,
             "key": f"{name} = {key}",
             "rounded to a tile": way,
             "bound of the loops": f"{to} = {ours[to]}",
         }
         for what, name, key, way, to in (
             (
-                "the first key that some see",
+                "first key that some see",
                 "first_some",
                 ours["first_some"],
                 "down",
                 "first",
             ),
             (
-                "the first key that all see",
+                "first key that all see",
                 "first_all",
                 ours["first_all"],
                 "up",
                 "whole",
             ),
             (
-                "one past the last that all see",
+                "one past the last key that all see",
                 "end_all",
                 ours["end_all"],
                 "down",
                 "cut",
             ),
-            ("one past the last that some see", "end", ours["end"], "no", "end"),
+            ("one past the last key that some see", "end", ours["end"], "no", "end"),
         )
     ],
     "Where the three loops begin and end, for one tile of queries",
 )
 
 # %%
-# The window (2, 0) leaves no tile whole. For it these rules give ``whole`` = 16 and ``cut`` = 12,
-# so the first loop and the last would both add the keys 12 to 15. Therefore ``cut`` is at least
-# ``whole``.
+# The window (2, 0) leaves no tile whole. These rules alone would give it ``whole`` = 16 and ``cut``
+# = 12, and the first and last loops would both add keys 12 to 15. The kernel therefore never lets
+# ``cut`` fall below ``whole``.
 #
-# **The kernel.** Here it is for one head in float32 and a causal window (``right`` = 0). Queries
-# and keys come in tiles of ``BLOCK``, which divides the length. A program loads its
+# **The kernel.** This version handles one head in float32 with a causal window (``right`` = 0).
+# Queries and keys come in tiles of ``BLOCK``, which divides the length. Each program loads its
 # ``queries``, from ``first_query`` to ``last_query``, scales them, and keeps the running maximum
-# ``m_i``, sum ``l_i`` and output ``acc`` of :doc:`/chapters/attention_forward`. First it computes
-# the numbers of the table:
+# ``m_i``, sum ``l_i`` and output ``acc`` of :doc:`/chapters/attention_forward`. It begins by
+# computing the bounds in the table:
 
 lab.source(small.window_kernel, "stages")
 
 # %%
-# The loops run between these numbers, and only the two edges are masked:
+# The loops run between these bounds and mask only the two edges:
 
 lab.source(small.window_kernel, "loops")
 
 # %%
-# ``attend`` computes the scores of one tile of keys, masks them where it has to, and hands them to
+# ``attend`` computes the scores of one tile of keys, masks them where necessary, and passes them to
 # ``update``:
 
 lab.source(small.attend)
 
 # %%
-# ``update`` is that of :doc:`/chapters/attention_forward` without its guard against
-# :math:`-\infty`. It needs none, because ``m_i`` begins at :math:`-10^{30}`, which is *finite*.
-# With the window (9, 0) of the figure, query 15 sees none of the keys 0 to 3, its first tile. Had
-# ``m_i`` begun at :math:`-\infty`, its weights there would be :math:`e^{-\infty + \infty}`, which
-# is NaN; as it is, they are 0.
+# ``update`` is the function from :doc:`/chapters/attention_forward` without its guard against
+# :math:`-\infty`. No guard is needed, because ``m_i`` begins at :math:`-10^{30}`, which is
+# *finite*. With the window (9, 0) of the figure, query 15 sees none of the keys in its first tile,
+# 0 to 3. Had ``m_i`` begun at :math:`-\infty`, their weights would be :math:`e^{-\infty + \infty}`,
+# which is NaN; as it is, they are 0.
 
 # Folded: The whole kernel, update, and the launch
 lab.listing(
@@ -317,10 +317,10 @@ errors = {f"a window of ({left}, 0), 64 tokens": errors_of(out, q, k, v, seen)}
 # .. dropdown:: In the operator: bounds on both sides, lengths that no tile divides, and backward
 #
 #    If there are more keys than queries, the last query is aligned with the last key, so both
-#    bounds move by :math:`\text{seqlen}_k - \text{seqlen}_q`. The operator computes the three
-#    beginnings in ``key_stages``, from the first key that a query sees and one past the last. The
-#    bounds are given at run time, so a new window compiles nothing; only whether there are such
-#    bounds (``HAS_LEFT``, ``HAS_RIGHT``) is compiled in.
+#    bounds shift by :math:`\text{seqlen}_k - \text{seqlen}_q`. The operator computes where the
+#    three loops begin in ``key_stages``, from the first key that a query sees and one past the
+#    last. The bounds are passed at run time, so a new window triggers no compilation; only the
+#    existence of each bound (``HAS_LEFT``, ``HAS_RIGHT``) is compiled in.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/scope.py
 #       :language: python
@@ -329,9 +329,9 @@ errors = {f"a window of ({left}, 0), 64 tokens": errors_of(out, q, k, v, seen)}
 #       :dedent:
 #
 #    Its ``attend`` is the loop of :doc:`/chapters/attention_fast`, which weighs each tile of keys
-#    and computes the scores of the next. The tile that begins at ``last`` has no next, so the loops
-#    end before it and the kernel weighs it separately. ``first_visible`` and ``n_visible`` are, for
-#    each query, the first key that it sees and one past the last.
+#    and computes the scores of the next. The tile that begins at ``last`` has no successor, so the
+#    loops end before it and the kernel weighs it separately. For each query, ``first_visible`` is
+#    the first key that it sees, and ``n_visible`` is one past the last.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
 #       :language: python
@@ -340,21 +340,22 @@ errors = {f"a window of ({left}, 0), 64 tokens": errors_of(out, q, k, v, seen)}
 #       :end-before: # -- end
 #       :dedent:
 #
-#    The backward pass takes such a loop for the gradient of a tile of queries. For the gradients of
-#    a tile of keys it loops over queries, by the same bounds solved for :math:`i`.
+#    The backward pass uses the same kind of loop for the gradient of a tile of queries. For the
+#    gradients of a tile of keys it loops over queries instead, within the same bounds solved for
+#    :math:`i`.
 
 # %%
 # How fast are windows?
 # ~~~~~~~~~~~~~~~~~~~~~
 #
-# With 16,384 tokens, a window of 1,025 keys (``left`` = 1,024) leaves an eighth
-# of the scores of a causal mask, so ideally it takes an eighth of the time of causal attention, the
-# dashed line in the figure.
+# With 16,384 tokens, a window of 1,025 keys (``left`` = 1,024) keeps an eighth of the scores under
+# a causal mask. Ideally it would take an eighth of the time of causal attention, the dashed line in
+# the figure.
 #
-# All timings are in bfloat16 with 16 heads of ``head_dim`` 128, here of one text. *Kernel Book* is
-# what ``attention`` runs by default, on a Hopper GPU the faster kernel of
-# :doc:`a later chapter </chapters/attention_hopper>`. *Plain Triton* is this chapter's kernel, as
-# the operator contains it. FlashAttention is version 4.
+# Unless noted, timings are in bfloat16 with 16 heads of ``head_dim`` 128, and here with one text.
+# *Kernel Book* is what ``attention`` runs by default: on a Hopper GPU, the faster kernel of
+# :doc:`a later chapter </chapters/attention_hopper>`. *Plain Triton* is the operator's version of
+# this chapter's kernel. FlashAttention is version 4.
 
 # Measuring
 BF16 = torch.bfloat16
@@ -539,7 +540,7 @@ def in_percent(value):
 
 def more_time(much, digits=0):
     """By how many percent a time is longer or shorter."""
-    return f"{100 * abs(much):.{digits}f} % {'longer' if much >= 0 else 'less'}"
+    return f"{100 * abs(much):.{digits}f} % {'more' if much >= 0 else 'less'} time"
 
 
 def digits_for(aim, *costs):
@@ -559,13 +560,13 @@ def against(aim, costs):
     met = [passes for passes in costs if costs[passes] <= aim]
     digits = digits_for(aim, *costs.values())
     verdict = (
-        f"is reached {met[0]} and missed {next(p for p in PASSES if p not in met)}"
+        f"is reached {met[0]} but missed {next(p for p in PASSES if p not in met)}"
         if len(met) == 1
         else "is reached in both passes"
         if met
         else "is missed in both passes"
     )
-    return f"**the aim, at most {100 * aim:.{digits}f} %, {verdict}**"
+    return f"**The aim of at most {100 * aim:.{digits}f} % {verdict}.**"
 
 
 MORE = {  # of our time than of FlashAttention's
@@ -579,8 +580,8 @@ HAS_FLASH = all(much == much for much in MORE.values())
 took = {passes: cost("Kernel Book", middle, passes) for passes in PASSES}
 dense = cost("SDPA, mask", middle)
 lab.read(
-    f"**{100 * SEEN[middle]:.0f} % of the scores take {100 * took['forward']:.0f} % of the time** "
-    f"forward; {against(AIM * SEEN[middle], took)}."
+    f"**Forward, {100 * SEEN[middle]:.0f} % of the scores take "
+    f"{100 * took['forward']:.0f} % of the time.** {against(AIM * SEEN[middle], took)}"
 )
 
 # %%
@@ -593,15 +594,16 @@ beside = {
     if HAS_FLASH
 }
 lab.read(
-    f"**Our kernel takes {beside['forward']} time than FlashAttention forward, and "
-    f"{beside['backward']} backward**; we did not look for the causes."
+    f"**Compared with FlashAttention, our kernel takes {beside['forward']} time forward and "
+    f"{beside['backward']} backward**; we did not investigate why."
 ) if HAS_FLASH else None
 
 # %%
 
 # Reading
 lab.read(
-    f"SDPA with a mask (not drawn) takes {dense:.1f} times as long forward as no window at all."
+    f"SDPA with a mask (not drawn) takes {dense:.1f} times as long forward as our kernel without a "
+    "window."
 )
 
 # %%
@@ -728,21 +730,21 @@ lab.together(
         "Time, in percent of attention without a window",
     ),
     lab.read(
-        f"Beside FlashAttention, over all {len(LEFTS)} windows and both passes, ours takes at "
-        f"worst {more_time(max(MORE.values()))}."
+        f"Compared with FlashAttention, over all {len(LEFTS)} windows and both passes, our kernel "
+        f"takes at worst {more_time(max(MORE.values()))}."
     )
     if HAS_FLASH
     else None,
     lab.read(
-        "Stanford's course CS336 ranks its students' kernels by both passes without a window, at "
-        "`head_dim` 64, including the time that the host takes to launch. "
+        "Stanford's course CS336 ranks its students' kernels by the time of both passes without a "
+        "window, at `head_dim` 64, including the host's launch time. "
         + (
             f"In this test {', and '.join(quicker)}."
             if quicker
             else f"In this test no library beats our {own:.2f} ms."
         )
         + "".join(
-            f" No time for {row['version']}: {why(row['reason'])}."
+            f" We have no time for {row['version']}: {why(row['reason'])}."
             for row in test.rows
             if row["reason"]
         )
@@ -761,10 +763,11 @@ lab.together(
 # Why does a window take more than its share?
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# Two costs remain, however short the window. A tile that a bound cuts is computed whole, although
-# some of its scores are then masked; and q, k and v must be read and the output written. To see
-# these costs nearly alone, we also time a window of one key, (0, 0). For *Kernel Book*, we estimate
-# the time of needed and masked scores at its speed without a window; *the rest* is what remains.
+# Two costs remain, however short the window. The kernel computes every score of a tile that a bound
+# cuts, although it then masks some; and it must read q, k and v and write the output. To see these
+# costs almost alone, we also time a window of one key, (0, 0). For *Kernel Book*, we estimate the
+# time of needed and masked scores from its speed without a window, and call what is left *the
+# rest*.
 
 
 # Measuring
@@ -906,17 +909,17 @@ left_over = {left: found["the rest"] for left, found in by_window.items()}
 most = max(left_over[left] for left in SHOWN)
 both = [left_over[left] + by_window[left]["masked scores"] for left in SHOWN]
 lab.read(
-    f"**Masked scores and the rest take {min(both):.0f} to {max(both):.0f} µs together**"
+    f"**Together, masked scores and the rest take {min(both):.0f} to {max(both):.0f} µs**"
     + (
-        ", less for longer windows, so short ones lie furthest above their share. "
+        ", less in longer windows, so short ones lie furthest above their share. "
         if both == sorted(both, reverse=True)
         else ". "
     )
     + (
-        f"Memory traffic could explain the rest, because a copy of as many bytes takes longer, "
+        f"Memory traffic could explain the rest, since copying as many bytes takes even longer, "
         f"{copied:.0f} µs, but we did not isolate it."
         if most < copied
-        else f"A copy of as many bytes takes {copied:.0f} µs, so memory traffic alone does not "
+        else f"Copying as many bytes takes {copied:.0f} µs, so memory traffic alone does not "
         "explain the rest."
     )
 )
@@ -937,10 +940,10 @@ lab.together(
         "Where the time of a window goes, forward (µs)",
     ),
     lab.read(
-        "The times of needed and masked scores are estimated from the time per needed score "
-        "without a window. That time holds already the masked scores of attention without a "
-        "window, so only those that the window adds are counted as masked. q, k, v and the output "
-        f"are {MOVED / 1e6:.0f} MB."
+        "We estimate the times of needed and masked scores from the time per needed score without "
+        "a window. That time already includes the scores masked in attention without a window, so "
+        "we count as masked only those that the window adds. Together, q, k, v and the output "
+        f"occupy {MOVED / 1e6:.0f} MB."
     ),
 )
 
@@ -948,9 +951,9 @@ lab.together(
 # Packed sequences
 # ----------------
 #
-# *Padding* extends every text of a batch to the length of the longest, so the kernel computes
-# scores of tokens that do not exist. *Packing* puts the texts one after the other into one tensor,
-# beside the *offsets* at which the sequences begin and the last one ends (``cu_seqlens``).
+# *Padding* extends every text in a batch to the length of the longest, so the kernel computes
+# scores for tokens that do not exist. *Packing* lays the texts end to end in one tensor; another,
+# ``cu_seqlens``, lists the *offsets* at which the sequences begin and the last one ends.
 
 
 # Drawing
@@ -1025,25 +1028,26 @@ lab.sketch(
 real, box = sum(LENGTHS), SEQUENCES * LONGEST
 lab.read(
     "**Padding wastes more scores than rows**, because scores grow with the square of the length. "
-    f"Of the padded batch of {SEQUENCES} texts that we time below, {100 * real / box:.0f} % of the "
-    f"rows are tokens, and {100 * SHARE:.0f} % of the scores under a causal mask are needed."
+    f"In the padded batch of {SEQUENCES} texts that we time below, {100 * real / box:.0f} % of the "
+    f"rows are tokens, but only {100 * SHARE:.0f} % of the scores under a causal mask are needed."
 )
 
 # %%
-# **How a program finds its sequence.** The offsets are on the GPU, and reading them would make the
-# host wait. So the host is given only the length of the longest sequence, and launches as many
-# programs for each as that one needs: two in the figure, whose tiles have 4 queries. A program
-# reads two neighbouring offsets, and returns at once if its tile lies past the end:
+# **How a program finds its sequence.** The offsets are in GPU memory, and the host would have to
+# wait to read them. It is given only the length of the longest sequence, and launches as many
+# programs for each sequence as that one needs: two in the figure, where a tile has 4 queries. Each
+# program reads two neighbouring offsets, and returns at once if its tile lies past the end:
 
 lab.source(small.packed_kernel, "place")
 
 # %%
-# The program moves all pointers by ``begin`` rows, and from there on is a causal kernel of one text
-# but for two differences.
+# After advancing all pointers by ``begin`` rows, the program is a causal kernel for a single text,
+# with two differences.
 #
-# First, a tile of keys may reach past the end, into the next sequence or out of the tensor. So both
-# loads are masked, and the rows past the end read as zeros. A wrong key would do no harm, because
-# the causal mask replaces its score. A NaN among the values would, because zero times NaN is NaN:
+# First, a tile of keys may extend past the end, into the next sequence or out of the tensor. The
+# kernel masks both loads, so the rows past the end read as zeros. A wrong key would do no harm,
+# because the causal mask replaces its score, but a NaN among the values would, since zero times NaN
+# is NaN:
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_in_models.py
 #    :language: python
@@ -1052,8 +1056,8 @@ lab.source(small.packed_kernel, "place")
 #    :end-before: s = tl.dot
 #    :dedent:
 #
-# Second, a tile of queries may reach past the end as well. The store of the output takes the same
-# mask as their load, ``own``:
+# Second, a tile of queries may also extend past the end, so the kernel loads the queries and stores
+# the output under the same mask, ``own``:
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_in_models.py
 #    :language: python
@@ -1119,29 +1123,29 @@ lab.read(
 # .. dropdown:: On Hopper GPUs, fewer programs; in all operators, zeros past the end of a sequence
 #
 #    In our kernels for Hopper GPUs, sequence ``b`` begins at slot ``cu[b] // 128 + b``, where
-#    ``cu`` are the offsets, and has as many slots as tiles, or one more. Backward launches a
-#    program for each slot. Forward launches one for each SM, which computes tile after tile,
-#    because a program of one short tile spends much of its time on its beginning and its end. A
-#    small kernel before it writes a table of the tiles, those that see many keys first, so that
-#    all programs end together. The host reads no offsets for this either.
+#    ``cu`` holds the offsets, and has as many slots as tiles, or one more. The backward pass
+#    launches one program per slot. The forward pass launches one per SM, which computes tile after
+#    tile, because a program with a single short tile spends much of its time starting and
+#    finishing. Before that, a small kernel writes a table of the tiles, with those that see many
+#    keys first, so that all programs end together. None of this makes the host read the offsets.
 #
 #    With tiles of :math:`M` rows, let a sequence of :math:`L` rows begin at row :math:`c`. The next
 #    one begins :math:`\lfloor (c + L) / M \rfloor - \lfloor c / M \rfloor + 1` slots later. The
-#    difference of the two floors is :math:`\lfloor L / M \rfloor` or one more, so this is never
-#    less than the number of tiles, :math:`\lceil L / M \rceil`, and at most one more. The rule
-#    needs one offset alone, so the sequence of a slot is found by bisection:
+#    difference of the two floors is :math:`\lfloor L / M \rfloor` or one more, so the sequence
+#    never has fewer slots than tiles, of which there are :math:`\lceil L / M \rceil`, and at most
+#    one slot more. Since the rule needs only one offset per sequence, a program finds the sequence
+#    of its slot by bisection:
 #
 #    .. literalinclude:: /../src/kernelbook/ops/hopper/varlen.py
 #       :language: python
 #       :pyobject: sequence_of_slot
 #
-#    The copy engine, which loads the operator's tiles, reads zeros outside of a tensor, so we
-#    describe the tensor to it as if it ended with the sequence. It compares a coordinate with the
-#    size of its dimension, and knows no other end. So we say that the dimension has
-#    :math:`E = 2^{30}` rows, and give row :math:`i` of a sequence the coordinate :math:`E` -
-#    length + :math:`i`: the rows that follow the sequence then lie outside. Two more dimensions
-#    correct the address: one adds the row at which the sequence ends, the other takes :math:`E`
-#    rows off again.
+#    The copy engine, which loads the operator's tiles, reads zeros outside a tensor, so we describe
+#    the tensor to it as if it ended with the sequence. The engine checks a coordinate only against
+#    the size of its dimension. We therefore declare a dimension of :math:`E = 2^{30}` rows, and
+#    give row :math:`i` of a sequence the coordinate :math:`E` - length + :math:`i`, which places
+#    the rows after the sequence outside. Two more dimensions correct the address: one adds the row
+#    at which the sequence ends, and the other subtracts :math:`E` rows.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
 #       :language: python
@@ -1150,9 +1154,9 @@ lab.read(
 # How fast are packed batches?
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# If only the needed scores took time, packing would take the share of the padded time at the dashed
-# line. In the figure, ``varlen_attn`` is PyTorch's own function for packed sequences, and all else
-# is as for windows.
+# If only the needed scores took time, packing would take the share of the padded time that the
+# dashed line marks. In the figure, ``varlen_attn`` is PyTorch's own function for packed sequences;
+# the other names are as for windows.
 
 # Measuring
 OFFSETS = torch.tensor([0, *LENGTHS], device=runtime.DEVICE).cumsum(0).int()
@@ -1317,16 +1321,16 @@ def missed_within_scatter(passes):
 
 lab.read(
     f"**Packing takes {100 * kept[longest_pass]:.{digits}f} % of the padded time {longest_pass}** "
-    f"and less {next(p for p in PASSES if p != longest_pass)}; "
-    f"{against(SHARE / OF_PADDED, kept)}."
+    f"and less {next(p for p in PASSES if p != longest_pass)}. "
+    f"{against(SHARE / OF_PADDED, kept)}"
     + (
-        " The miss lies within the scatter."
+        " The miss is within the scatter."
         if any(map(missed_within_scatter, PASSES))
         else ""
     )
     + (
-        " Forward, the figure compares two kernels: the padded batch runs in our kernel for Hopper "
-        "GPUs, and the packed one in plain Triton."
+        " In the forward pass, the figure compares two kernels: the padded batch runs in our "
+        "kernel for Hopper GPUs, and the packed one in plain Triton."
         if two_kernels
         else ""
     )
@@ -1349,10 +1353,10 @@ for name in PACKERS:
     slower[1:] = [words.replace(f" than {name}", "") for words in slower[1:]]
     if max(more.values()) > 0.01:
         ahead.append(f"our kernel {' and '.join(slower)}")
-    beyond += [f"{name} {passes}" for passes in PASSES if at[passes] < SHARE]
+    beyond += [f"{name}'s {passes} pass" for passes in PASSES if at[passes] < SHARE]
 if kept["forward"] == kept["forward"]:
-    beyond += [f"Kernel Book {passes}" for passes in PASSES if kept[passes] < SHARE]
-said = " and ".join(ahead)
+    beyond += [f"our {passes} pass" for passes in PASSES if kept[passes] < SHARE]
+said = "; ".join(ahead)
 lab.read(
     (
         f"**{said[0].upper()}{said[1:]}.** "
@@ -1360,8 +1364,8 @@ lab.read(
         else "No library is faster than ours by more than 1 %. "
     )
     + (
-        "The dashed line is no limit, because it scales the time of our own padded kernel: "
-        f"{' and '.join(beyond)} took less."
+        "The dashed line is not a limit, because it scales the time of our own padded kernel; "
+        f"{' and '.join(beyond)} beat{'s' * (len(beyond) == 1)} it."
         if beyond
         else ""
     )
@@ -1374,12 +1378,12 @@ within = max(in_triton.values()) <= 1 / OF_PADDED - 1
 one_kernel = len(set(BY_ITSELF.values())) == 1
 lab.together(
     lab.read(
-        f"The lengths of the {SEQUENCES} texts are drawn evenly from {SHORTEST:,} to {LONGEST:,} "
-        "tokens. On a Hopper GPU, `attention_varlen` runs "
+        f"The lengths of the {SEQUENCES} texts are drawn uniformly from {SHORTEST:,} to "
+        f"{LONGEST:,} tokens. On a Hopper GPU, `attention_varlen` runs "
         + (
             f"{BY_ITSELF['forward']}"
             if one_kernel
-            else f"{BY_ITSELF['forward']} forward, and {BY_ITSELF['backward']} backward"
+            else f"{BY_ITSELF['forward']} forward and {BY_ITSELF['backward']} backward"
         )
         + f", because {'it' if one_kernel else 'each'} was the faster of our two when we compared "
         "them."
@@ -1393,8 +1397,8 @@ lab.together(
         "For each head, with tiles of 128 queries",
     ),
     lab.read(
-        "With plain Triton for the padded batch and for the packed one, packing takes "
-        f"{more_time(in_triton['forward'])} than its share forward, and "
+        "With plain Triton for both the padded and the packed batch, packing takes "
+        f"{more_time(in_triton['forward'])} than its share forward and "
         f"{more_time(in_triton['backward'])} backward"
         + (
             ", and would reach both aims."
@@ -1408,18 +1412,18 @@ lab.together(
 # Decoding
 # --------
 #
-# A model that writes text computes one token at a time, so a layer has a single query per head and
-# many keys, the *KV cache* of all earlier tokens. With :math:`N` keys and ``head_dim`` :math:`D`,
-# it does :math:`4 N D` operations on :math:`2 N D` numbers of 2 bytes, which is one operation per
-# byte. A GPU can do more than a hundred while it moves one byte, so the limit is the speed at which
-# keys and values are read.
+# A model that generates text computes one token at a time, so a layer has a single query per head,
+# but many keys: the *KV cache* of all earlier tokens. With :math:`N` keys and ``head_dim``
+# :math:`D`, a head does :math:`4 N D` operations on :math:`2 N D` numbers of 2 bytes, which is one
+# operation per byte. A GPU can do more than a hundred while it moves one byte, so decoding is
+# limited by how fast it reads keys and values.
 #
-# To reach it, all SMs must read. One program per head leaves most of them idle, so we split the
-# *keys*: each program computes the output of a part of them, as if there were no others, and the
-# parts are merged (*Flash-Decoding*).
+# To reach that limit, all SMs must read, but one program per head leaves most of them idle. We
+# therefore split the *keys*: each program computes the output of its part as if there were no other
+# keys, and the parts are merged (*Flash-Decoding*).
 #
-# The dashed line in the figure is a copy of the same keys and values, read and written bytes
-# together. Decoding only reads, so the copy is a yardstick and no hard limit.
+# The dashed line in the figure is the speed of copying the same keys and values, counting bytes
+# read and written. Decoding only reads, so the copy is a yardstick rather than a hard limit.
 
 # Measuring
 CACHE = {"heads": HEADS, "heads_k": HEADS, "head_dim": 128, "dtype": BF16}
@@ -1490,7 +1494,7 @@ def curve(axes, rows):
     axes.minorticks_off()
     axes.set_xticks(list(rates), [f"{n}\n{HEADS * n:,}" for n in rates])
     axes.set(ylim=(0, 1.16 * copied), ylabel="GB/s")
-    axes.set_xlabel(f"parts of the keys, and below the programs of {HEADS} heads")
+    axes.set_xlabel(f"parts of the keys (below: programs of all {HEADS} heads)")
     axes.figure.set_size_inches(5.4, 3.2)
 
 
@@ -1514,17 +1518,17 @@ rates = {n: by_parts.rate("Kernel Book", parts=n) for n in PARTS}
 best = max(PARTS, key=lambda n: rates[n])
 worst = max(rates[best] / rates[n] for n in PARTS if n >= best) - 1
 lab.read(
-    f"**With {best} parts, the best number that we timed, the keys are read "
-    f"{rates[best] / rates[1]:.1f} times as fast** as with one"
+    f"**With {best} parts, the best number that we timed, the kernel reads its keys "
+    f"{rates[best] / rates[1]:.1f} times as fast as with one**"
     + (
-        f"; with more parts, decoding takes up to {100 * worst:.0f} % longer."
+        f"; with more parts, it takes up to {100 * worst:.0f} % longer."
         if best < PARTS[-1] and worst > 0.01
         else "."
     )
 )
 
 # %%
-# Each part knows only its own keys, so the merge must weight their outputs.
+# Each program knows only its own keys, so the merge must weight the outputs.
 
 
 # Drawing
@@ -1570,12 +1574,12 @@ lab.sketch(
 )
 
 # %%
-# **The merge.** Let :math:`A` and :math:`B` be two parts of the keys. Each gives an average of its
+# **The merge.** Let :math:`A` and :math:`B` be two parts of the keys. Each yields an average of its
 # values: their weighted sum, divided by the part's own sum of exponentials. If these sums are 1 in
-# :math:`A` and 3 in :math:`B`, the output over all keys is a quarter of the first average and three
-# quarters of the second. So a part leaves its average and the logarithm of its sum, the
-# :term:`logsumexp` :math:`\mathrm{lse}_A = \log \sum_{j \in A} e^{s_j}` of its scores
-# :math:`s_j`, and both together give
+# :math:`A` and 3 in :math:`B`, the output over all keys is one quarter of the first average plus
+# three quarters of the second. Each part therefore stores its average and the logarithm of its sum,
+# the :term:`logsumexp` :math:`\mathrm{lse}_A = \log \sum_{j \in A} e^{s_j}` of its scores
+# :math:`s_j`, and from both we obtain
 #
 # .. math::
 #
@@ -1585,8 +1589,8 @@ lab.sketch(
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    With any number of parts, the merge is an average of their outputs, weighted by the softmax of
-#    their lse.
+#    With any number of parts, the merged output is the average of their outputs, weighted by the
+#    softmax of their lse.
 #
 # In PyTorch:
 
@@ -1598,8 +1602,8 @@ def merge(outs, lses):
 
 
 # %%
-# **Parts merged without lse.** A plain average would be right only if all parts had the same sum of
-# exponentials. We merge eight parts of 30 keys in both ways:
+# **Parts merged without lse.** A plain average is right only if all parts have the same sum of
+# exponentials. We merge eight parts of 30 keys both ways:
 
 # Measuring
 rows = []
@@ -1610,7 +1614,7 @@ for name, size in (("small", 0.1), ("usual", 1.0), ("one key stands out", 1.0)):
     if name == "one key stands out":
         k[:, :, 100] = 2 * q[:, :, 0]
         score = (q[0, 0, 0] @ k[0, 0, 100]).item() * 64**-0.5
-        described = f"the same, and one key of score {score:.0f}"
+        described = f"the same, with one key of score {score:.0f}"
     pairs_of = zip(k.chunk(8, dim=2), v.chunk(8, dim=2), strict=True)
     parts = [attention(q, *pair, return_lse=True) for pair in pairs_of]
     outs, lses = (torch.stack(kind) for kind in zip(*parts, strict=True))
@@ -1623,18 +1627,18 @@ for name, size in (("small", 0.1), ("usual", 1.0), ("one key stands out", 1.0)):
     rows.append(
         {
             "scores": described,
-            "by lse, off by": f"{good:.0e}",
-            "averaged, off by": f"{100 * bad:.0f} %",
+            "weighted by lse": f"{good:.0e}",
+            "plain average": f"{100 * bad:.0f} %",
         }
     )
 lab.table(rows, "Eight parts merged: error relative to the output")
 
 # %%
-# **The kernel.** Program (``head``, ``part``) takes one query ``q``, already scaled, and the
-# ``share`` keys of its part. Here ``m_i`` may begin at :math:`-\infty`, because every tile of a
-# part has at least one key, so ``m_new`` is finite from the first iteration on. For a single query,
-# a score is a sum of products and needs no matmul. The rest is the loop of
-# :doc:`/chapters/attention_forward`, in which ``m_i`` and ``l_i`` are single numbers:
+# **The kernel.** Program (``head``, ``part``) loads one query ``q``, scales it, and loops over the
+# ``share`` keys of its part. Here ``m_i`` may begin at :math:`-\infty`: every tile of a part has at
+# least one key, so ``m_new`` is finite from the first iteration on. With a single query, a score is
+# just a sum of products and needs no matmul. The rest is the loop of
+# :doc:`/chapters/attention_forward`, except that ``m_i`` and ``l_i`` are single numbers:
 
 lab.source(small.part_kernel, "loop")
 
@@ -1645,8 +1649,8 @@ q = torch.randn(3, 32, device=runtime.DEVICE)
 k, v = torch.randn(2, 3, 100, 32, device=runtime.DEVICE)
 
 # %%
-# At the end the part stores its average, ``acc / l_i``, and its lse, :math:`m_i + \log l_i`. With
-# three heads and 100 keys in parts of 32, ``attend_in_parts`` launches 3 × 4 of these programs:
+# At the end, the program stores its average, ``acc / l_i``, and its lse, :math:`m_i + \log l_i`.
+# For three heads and 100 keys in parts of 32, ``attend_in_parts`` launches 3 × 4 of these programs:
 
 
 outs, lses = small.attend_in_parts(q, k, v, share=32)
@@ -1668,9 +1672,9 @@ k, v = torch.randn(2, 2, 100, 32, device=runtime.DEVICE)
 
 # %%
 # **Grouped heads.** In *grouped-query attention* (GQA), several query heads share one head of keys
-# and values. With a program per query head, each would read the same keys. So a program takes all
-# queries of a group as the rows of one tile, reads each key once, and the scores are a matmul
-# again. In PyTorch, with 8 query heads on 2 heads of keys:
+# and values. With one program per query head, several would read the same keys. Instead, one
+# program takes all queries of a group as the rows of a tile and reads each key once, and the scores
+# become a matmul again. In PyTorch, with 8 query heads sharing 2 heads of keys:
 
 rows = q.view(2, 4, 32)  # for each head of keys, the four queries that share it
 weights = torch.softmax(32**-0.5 * rows @ k.mT, dim=-1)
@@ -1703,10 +1707,10 @@ lab.together(
         }
     ),
     lab.read(
-        "A part of the operator leaves its lse as two numbers, `m_i` and `l_i`, because their `m_i "
-        "+ log(l_i)` would be rounded, which loses `log(l_i)` if scores are in the millions. So "
-        "the merge rescales the parts to the largest `m_i` of all. It adds the parts always in the "
-        "same order, so that every run gives the same bits."
+        "In the operator, each part stores its lse as two numbers, `m_i` and `l_i`, because "
+        "rounding `m_i + log(l_i)` would lose `log(l_i)` if scores are in the millions. The merge "
+        "then rescales the parts to the largest `m_i` of all. It always adds them in the same "
+        "order, so every run gives the same bits."
     ),
     lab.listing({"In the operator: the merge": decoding.attention_merge_kernel}),
 )
@@ -1715,8 +1719,8 @@ lab.together(
 # How fast is decoding?
 # ~~~~~~~~~~~~~~~~~~~~~
 #
-# ``attention`` takes as many parts as give each SM up to two programs, but leaves each part at
-# least two tiles of keys, and makes at most 256 parts, because one program merges them all:
+# ``attention`` makes enough parts to give each SM up to two programs, but leaves each part at least
+# two tiles of keys. It stops at 256 parts, because one program merges all the parts of a query:
 #
 # .. code-block:: python
 #
@@ -1727,14 +1731,14 @@ assert (decoding.PROGRAMS, decoding.FEWEST_TILES, decoding.MOST_PARTS) == (2, 2,
 n_sms = by_parts.provenance["sm_count"] if by_parts.provenance else 132
 by_rule = 2 * n_sms // HEADS
 lab.read(
-    f"With {n_sms} SMs and {HEADS} heads these are {by_rule} parts"
+    f"With {n_sms} SMs and {HEADS} heads, the rule gives {by_rule} parts"
     + (", the fastest number in the figure." if by_rule == best else ".")
 )
 
 # %%
-# In the table, 100 % is the speed of a copy of the same keys and values, so another number in each
-# column, and *one part* is our kernel without a split. In the last column, 32 query heads share 8
-# heads of keys, in a batch of 8.
+# In the table, 100 % is the speed of copying the same keys and values, so each column has a
+# different reference; *one part* is our kernel without a split. In the last column, 32 query heads
+# share 8 heads of keys, in a batch of 8.
 
 
 # Measuring
@@ -1812,7 +1816,7 @@ apart = [
     abs(ms / steps.milliseconds_at(name, **where) - 1) for ms, (name, where) in twice
 ]
 lab.read(
-    "The figure of the parts was timed apart"
+    "We timed the figure of the parts separately"
     + (f"; its times differ by up to {100 * max(apart):.1f} %." if apart else ".")
 )
 
@@ -1844,15 +1848,15 @@ def best_reader(where):
 )
 reached = [of_ours[0] >= OF_COPY, of_ours[1] >= OF_COPY_GROUPED]
 lab.read(
-    f"**With {KEYS:,} keys our kernel reads at {100 * of_ours[0]:.0f} % of a copy's speed, and "
+    f"**With {KEYS:,} keys, our kernel reads at {100 * of_ours[0]:.0f} % of a copy's speed, and "
     f"with grouped heads at {100 * of_ours[1]:.0f} %**"
     + (
         ". "
         if all(reached)
-        else f", and the aims were {100 * OF_COPY:.0f} and {100 * OF_COPY_GROUPED:.0f} %. "
+        else f"; the aims were {100 * OF_COPY:.0f} and {100 * OF_COPY_GROUPED:.0f} %. "
     )
     + (
-        f"The fastest library, {at_long}, is level with ours in both. "
+        f"The fastest library, {at_long}, is level with it in both cases. "
         if at_long == at_grouped
         and max(abs(long_peer / of_ours[0] - 1), abs(grouped_peer / of_ours[1] - 1))
         < 0.02
@@ -1860,13 +1864,13 @@ lab.read(
         f"with {100 * grouped_peer:.0f} %. "
     )
     + (
-        "FlashAttention's `flash_attn_func` refuses to split keys on this GPU; its function for KV "
-        "caches we did not time. "
+        "FlashAttention's `flash_attn_func` refuses to split keys on this GPU, and we did not time "
+        "its function for KV caches. "
         if flash_is == "refused"
-        else "FlashAttention's function for KV caches we did not time. "
+        else "We did not time FlashAttention's function for KV caches. "
     )
     + (
-        "We did not look into why FlexAttention is slowest."
+        "Nor did we investigate why FlexAttention is slowest."
         if all(
             steps.share("FlexAttention", **where) < steps.share(name, **where)
             for where in AT.values()
@@ -1892,18 +1896,18 @@ at_copy_speed = {  # microseconds
 reading = at_copy_speed[f"{KEY_LENGTHS[0]:,} keys"]
 lab.read(
     (
-        f"**With {KEY_LENGTHS[0]:,} keys the fastest version reaches {100 * most:.0f} % of a "
-        "copy's speed.** "
+        f"**With {KEY_LENGTHS[0]:,} keys, even the fastest version reaches only {100 * most:.0f} % "
+        "of a copy's speed.** "
         if most < 0.5
-        else f"With {KEY_LENGTHS[0]:,} keys ours reads at {100 * of_ours[2]:.0f} % of a copy's "
-        "speed. "
+        else f"With {KEY_LENGTHS[0]:,} keys, our kernel reads at {100 * of_ours[2]:.0f} % of a "
+        "copy's speed. "
     )
     + (
-        "The bandwidth is not what limits ours here, because half of these keys, in as many parts, "
-        f"still take {one_tile:.1f} of the {all_keys:.1f} µs."
+        "Bandwidth does not limit ours here: with half as many keys in the same number of parts, "
+        f"it still takes {one_tile:.1f} of the {all_keys:.1f} µs."
         if one_tile > 0.6 * all_keys
-        else f"Half of these keys, in as many parts, take {one_tile:.1f} µs instead of "
-        f"{all_keys:.1f}."
+        else "With half as many keys in the same number of parts, ours takes "
+        f"{one_tile:.1f} µs instead of {all_keys:.1f}."
     )
 )
 
@@ -1931,7 +1935,7 @@ lab.together(
             }
             for what, where in AT.items()
         ],
-        "Microseconds of a copy, and of our kernel, by how many keys are left to it",
+        "Microseconds of a copy and of our kernel, with all its keys and with fewer",
     ),
 )
 
@@ -2042,11 +2046,11 @@ checked = lab.check("Windows, packed batches and decoding", every_case())
 worst = [max(found) for found in zip(*errors.values(), strict=True)]
 lab.read(
     (
-        "Against float64, the worst error of the three small kernels is no larger than that of the "
-        "formula in PyTorch. "
+        "Measured against float64, the worst error of the three small kernels is no larger than "
+        "that of the formula in PyTorch. "
         if worst[0] <= worst[1]
-        else f"The three small kernels differ from float64 by {worst[0]:.0e} at most, and the "
-        f"formula in PyTorch by {worst[1]:.0e}. "
+        else f"The three small kernels differ from float64 by at most {worst[0]:.0e}, and the "
+        f"formula in PyTorch by at most {worst[1]:.0e}. "
     )
     + "For the operator's output and gradients, "
     f"{checked.plain.partition(chr(10))[0].partition(': ')[2].partition(';')[0].rstrip('.')}."
@@ -2165,18 +2169,18 @@ for number in range(len(lengths)):
     assert all(torch.equal(a[own], b[own]) for a, b in zip(found, alone, strict=True))
 lab.read(
     "**NaN as a probe.** A correct output does not show which tiles were loaded, but a NaN does, "
-    "because it spoils the output even where its weight is zero. So we filled the values of one "
-    "tile of keys after the other with NaN. **In plain Triton, a tile of queries loads only tiles "
-    "of values that some query of it sees**: exactly the tiles of queries that see one of these "
-    "keys turned NaN. "
+    "because it spoils the output even where its weight is zero. We therefore filled the values "
+    "of one tile of keys at a time with NaN. **In plain Triton, a tile of queries loads only those "
+    "tiles of values that one of its queries sees**: exactly the tiles of queries that see one of "
+    "these keys turned to NaN. "
     + (
         "The kernel for Hopper GPUs passed this test with one window."
         if passes_too
         else "The kernel for Hopper GPUs loaded "
-        f"{of_hopper['loaded, not needed']} tiles that nobody needs, beside "
+        f"{of_hopper['loaded, not needed']} tiles that no query needs, in addition to "
         f"{of_hopper['tiles needed']} that it must load."
         if of_hopper
-        else "This says nothing of the kernel for Hopper GPUs."
+        else "This says nothing about the kernel for Hopper GPUs."
     )
 )
 
@@ -2192,17 +2196,17 @@ lab.together(
         "The small kernels, in float32",
     ),
     lab.read(
-        "For the operator, output and gradients may be off by a multiple of what PyTorch is off "
-        "by: eight times in float32; in 16 bits twice for the output, and four times for a "
-        "gradient. PyTorch's error counts as at least the rounding of the largest number, half a "
-        "unit in its last place."
+        "We allow the operator's output and gradients a multiple of PyTorch's error: eight times "
+        "in float32, and in 16 bits twice for the output and four times for a gradient. We count "
+        "PyTorch's error as at least the rounding of the largest number, half a unit in its last "
+        "place."
     ),
     checked,
     lab.read(
-        f"Plain Triton passed the test of the tiles with {len(cases)} shapes and windows. In a "
-        "packed batch in plain Triton, NaN in all other sequences changes no bit of the output and "
-        f"gradients of a sequence, for each of {len(lengths)} sequences. The package's tests "
-        "repeat the latter with the kernels for Hopper."
+        f"Plain Triton passed the test of the tiles with {len(cases)} combinations of shape and "
+        "window. In a packed batch in plain Triton, filling all other sequences with NaN changes "
+        f"no bit of a sequence's output and gradients, for each of {len(lengths)} sequences. The "
+        "package's tests repeat this second check with the kernels for Hopper."
     ),
     lab.table(
         tiles_loaded,
@@ -2214,10 +2218,10 @@ lab.together(
 # What breaks it
 # --------------
 #
-# Like parts merged without lse, these mistakes return numbers that look right.
+# Like merging parts without lse, these mistakes return numbers that look right.
 #
-# **A window off by one.** In papers, a window of :math:`W` keys includes the query's own,
-# which ``left`` does not count:
+# **A window off by one.** In papers, a window of :math:`W` keys includes the query's own key, which
+# ``left`` does not count:
 #
 # .. code-block:: python
 #
@@ -2233,7 +2237,7 @@ def seen_by(query, window):
     return "".join("■" if weight > 0 else "□" for weight in weights.tolist())
 
 
-W, SEES = 3, "of the keys 0 to 7, query 6 sees"
+W, SEES = 3, "which of the keys 0 to 7 query 6 sees"
 rows = [
     {"window": f"({name}, 0)", SEES: seen_by(6, (left, 0))}
     for name, left in (("W - 1", W - 1), ("W", W))
@@ -2242,9 +2246,9 @@ assert [row[SEES].count("■") for row in rows] == [W, W + 1]
 lab.table(rows, f"A window of W = {W} keys")
 
 # %%
-# **Offsets shifted by one.** Suppose each offset between two texts points one token too far, so
-# that the first token of a text belongs to the text before. That token then sees the text before,
-# where it should see nothing but itself, and all later tokens of its text miss their first key.
+# **Offsets shifted by one.** Suppose each offset between two texts points one token too far, so the
+# first token of a text is counted with the text before. That token then sees the text before,
+# although it should see only itself, and all later tokens of its text miss their first key.
 
 # Measuring
 lengths = (40, 30, 50)
@@ -2273,24 +2277,24 @@ assert [row["queries changed"].split()[0] for row in rows] == ["0", "30", "50"]
 lab.table(rows, "Offsets shifted by one: error relative to the query's output")
 
 # %%
-# A test of a single text, which has no such offset, would pass.
+# A test with a single text would pass, because it has no such offset.
 #
 # In short
 # --------
 
 # Reading
 lab.read(
-    f"Forward, {100 * SEEN[middle]:.0f} % of the scores took {100 * took['forward']:.0f} % of the "
-    f"time in a window, and {100 * SHARE:.0f} % took {100 * kept['forward']:.0f} % in a packed "
-    f"batch; decoding read at {100 * of_ours[0]:.0f} % of a copy's speed."
+    f"Forward, a window took {100 * took['forward']:.0f} % of the time for "
+    f"{100 * SEEN[middle]:.0f} % of the scores, and a packed batch {100 * kept['forward']:.0f} % "
+    f"for {100 * SHARE:.0f} %. Decoding read at {100 * of_ours[0]:.0f} % of a copy's speed."
 )
 
 # %%
-# - The first and the last query of a tile decide which tiles of keys a window loads, and which of
-#   them it masks.
-# - A program of a packed batch finds its rows by two offsets. Values past the end of its sequence
+# - For a window, the first and last queries of a tile decide which tiles of keys to load, and which
+#   of them to mask.
+# - In a packed batch, two offsets tell a program its rows, and values past the end of its sequence
 #   must read as zeros.
-# - For a single query, programs share its keys, and their outputs are merged by their lse.
+# - For a single query, programs share the keys, and a merge weights their outputs by lse.
 
 # Measuring
 goals = {}  # the aim, and what was reached
@@ -2342,26 +2346,27 @@ lab.table(
 lab.read(
     f"{nan}"
     if any(ours != ours for _, ours in goals.values())
-    else f"**{sum(met.values())} of {len(met)} aims are reached.** A window might take "
-    f"{100 * (AIM - 1):.0f} % longer than its share of the scores, and a packed batch "
-    f"{100 * (1 / OF_PADDED - 1):.0f} %."
+    else f"**We reached {sum(met.values())} of {len(met)} aims.** They allowed a window "
+    f"{100 * (AIM - 1):.0f} % more time than its share of the scores, and a packed batch "
+    f"{100 * (1 / OF_PADDED - 1):.0f} % more."
 )
 
 # %%
-# :doc:`/chapters/attention_across_gpus` merges parts in the same way, with keys on several GPUs.
+# :doc:`/chapters/attention_across_gpus` merges parts in the same way when the keys lie on several
+# GPUs.
 #
 # Exercises
 # ---------
 #
-# **1. A shared prompt.** Four users continue one prompt of 256 keys, each with 40 keys of its own.
-# Compute one step of decoding that reads the prompt once, and not once per user.
+# **1. A shared prompt.** Four users continue one prompt of 256 keys, each with 40 keys of their
+# own. Compute one step of decoding that reads the prompt once instead of once per user.
 
 # %%
 
 # Solution: a shared prompt
 #
-# The queries of all users become rows of one tile, as those of grouped heads do. Each user's own
-# keys are the second part, and the parts are merged by lse.
+# The queries of all users become rows of one tile, like those of grouped heads. Each user's own
+# keys form the second part, and we merge the parts by lse.
 
 
 def shared_prompt(q, prompt_k, prompt_v, k, v):
@@ -2394,14 +2399,15 @@ lab.check(
 
 # %%
 # **2. Caches of different length.** Five users have caches of 7, 300, 64, 1 and 129 keys, packed
-# into one tensor. Compute one step for all of them in one call.
+# into one tensor. Compute one step for all of them in a single call.
 
 # %%
 
 # Solution: decoding with caches of different length
 #
-# Each sequence has one query, so its offsets count up by one. A causal mask would change nothing,
-# because it is aligned to the last key: the only query sees all keys of its own sequence.
+# Each sequence has one query, so the offsets of the queries count up by one. A causal mask would
+# change nothing, because it is aligned with the last key: the only query sees all keys of its own
+# sequence.
 
 caches = (7, 300, 64, 1, 129)
 of_queries = torch.arange(len(caches) + 1, device=runtime.DEVICE).int()
@@ -2423,17 +2429,17 @@ lab.check("Caches of different length", cases)
 
 # %%
 # **3. A window with sinks.** Models with a window work better if every query also sees the first
-# few tokens, the *attention sinks*. Let query :math:`i` see the first four keys and the last ``left
-# + 1``. Use only ``merge`` and ``attention`` with ``return_lse=True``. Count no key twice, and none
-# after the query.
+# few tokens, the *attention sinks*. Let query :math:`i` see the first four keys and the last
+# ``left + 1``. Use only ``merge`` and ``attention`` with ``return_lse=True``. Count no key twice,
+# and no key after the query.
 
 # %%
 
 # Solution: a window with sinks
 #
-# Cut off the first four tokens. The first four queries see only each other, causally. All other
-# queries see all four sinks, without a mask, and a causal window over the keys that are left. These
-# two sets have no key in common.
+# Split off the first four tokens. Their queries see only one another, causally. All later queries
+# see all four sinks, without a mask, and a causal window over the remaining keys. These two sets
+# have no key in common.
 
 
 def with_sinks(q, k, v, left, sinks=4):
@@ -2470,7 +2476,7 @@ lab.check(
 # - Dao. *FlashAttention-2: faster attention with better parallelism and work partitioning.* ICLR
 #   2024.
 # - Dao, Haziza, Massa, Sizov. *Flash-Decoding for long-context inference.* 2023.
-# - Ainslie and others. *GQA: training generalized multi-query transformer models from multi-head
+# - Ainslie et al. *GQA: training generalized multi-query transformer models from multi-head
 #   checkpoints.* EMNLP 2023.
 # - Dong, Feng, Guessous, Liang, He. *Flex Attention: a programming model for generating optimized
 #   attention kernels.* arXiv:2412.05496, 2024.
@@ -2486,6 +2492,6 @@ of_packed = SHARE / packed_cost("Kernel Book", "forward")
 of_copy = steps.share("Kernel Book", **long)
 lab.finish(
     f"per useful score, a window runs at {of_windows:.0%} of the speed of attention without one, a "
-    f"packed batch at {of_packed:.0%} of that of a padded one, and decoding reads its "
+    f"packed batch at {of_packed:.0%} of the speed of a padded one, and decoding reads its "
     f"cache at {of_copy:.0%} of the speed of a copy"
 )

@@ -2,15 +2,15 @@
 Layer norm in one read
 ======================
 
-Layer norm needs the mean of a row for its variance, and both for its output, so its formulas go
-through each row three times. *How can a kernel read the row from memory only once, and still get
-the variance right to the last digits?*
+Layer norm needs the mean of a row to compute its variance, and both to compute the output, so the
+formulas pass over every row three times. *How can a kernel read the row from memory only once, and
+still get the variance right to the last digits?*
 
 You will learn
 
-- how a kernel goes through a row three times and reads it only once;
-- which mistakes make a variance silently wrong, and how to keep its digits;
-- how long rows fit on the chip: packed in pairs, or shared by several programs.
+- how a kernel passes over a row three times but reads it only once;
+- how a variance goes silently wrong, and how to keep its digits;
+- how long rows fit on the chip, packed in pairs or shared by several programs.
 """
 
 # sphinx_gallery_thumbnail_number = 4
@@ -51,8 +51,8 @@ lab.start("layer_norm", "kernelbook.ops.layer_norm")
 # The problem in PyTorch
 # ----------------------
 #
-# Layer norm shifts and scales each row so that its mean is 0 and its variance 1. Each element is
-# then multiplied by a weight and shifted by a bias, one of each per column.
+# Layer norm shifts and scales each row to a mean of 0 and a variance of 1. It then multiplies each
+# element by a weight and adds a bias, one of each per column.
 
 
 def simple_layer_norm(x, w, b, eps=1e-5):
@@ -64,10 +64,10 @@ def simple_layer_norm(x, w, b, eps=1e-5):
 
 
 # %%
-# PyTorch runs each operation as a :term:`kernel` of its own, which reads its input from the GPU's
+# PyTorch runs each operation as a separate :term:`kernel`, which reads its input from the GPU's
 # main memory (:term:`HBM`) and writes its output back. The seven operations on whole rows read 7
-# times and write 5 times: six times the bytes of one read and one write. Bytes set the time here,
-# because an element costs only seven additions and multiplications (:term:`roofline`).
+# times and write 5 times: six times the bytes of a single read and write. Memory traffic sets the
+# time, since each element needs only seven additions and multiplications (:term:`roofline`).
 #
 # The idea
 # --------
@@ -75,8 +75,8 @@ def simple_layer_norm(x, w, b, eps=1e-5):
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    A kernel that keeps the whole row on the chip need load it only once, because going through
-#    it again costs no traffic.
+#    A kernel that keeps the whole row on the chip has to load it only once, because further passes
+#    cause no memory traffic.
 #
 # .. image:: /figures/layer-norm-passes.svg
 #    :alt: Three ways to compute layer norm. PyTorch, operation by operation, reads a row 7 times
@@ -91,7 +91,7 @@ def simple_layer_norm(x, w, b, eps=1e-5):
 # The mathematics
 # ---------------
 #
-# For a row :math:`x` of :math:`N` elements, every kernel of this chapter follows these formulas:
+# Every kernel in this chapter follows these formulas for a row :math:`x` of :math:`N` elements:
 #
 # .. math::
 #
@@ -102,11 +102,10 @@ def simple_layer_norm(x, w, b, eps=1e-5):
 #    y_j &= (x_j - m)\, r\, w_j + b_j
 #    \end{aligned}
 #
-# The code calls :math:`r` ``rstd``, the reciprocal of the standard deviation. The small number
-# :math:`\epsilon`, ``eps``, keeps a row of equal numbers from dividing by zero.
+# In the code, :math:`r` is ``rstd``, the reciprocal of the standard deviation, and :math:`\epsilon`
+# is ``eps``, a small number that prevents division by zero in a row of equal numbers.
 #
-# Here is a row of eight on its way through the formulas, with weights of 2, biases of 1 and no
-# ``eps``:
+# Let us take a row of eight through the formulas, with weights of 2, biases of 1 and no ``eps``:
 
 row_of_eight = torch.tensor([1.0, 3, 2, 6, 5, 5, 0, 2])
 deviation_of_eight = row_of_eight - row_of_eight.mean()
@@ -134,8 +133,8 @@ lab.table(
 )
 
 # %%
-# The mean comes first, because the other common formula for the variance, the mean of the squares
-# minus the square of the mean, loses its digits where the mean is large:
+# We compute the mean first because the other common formula for the variance, the mean of the
+# squares minus the square of the mean, loses digits when the mean is large:
 
 rows = []
 for mean in (0, 100, 1000, 10_000):
@@ -155,14 +154,14 @@ by_squares = rows[-1]
 lab.table(rows, "The variance of 4,096 numbers in float32, two ways")
 
 # %%
-# In the last line the squares are near 100 million, where neighbouring float32 numbers are 8 apart,
-# so a difference of two of them is a multiple of 8.
+# In the last line the squares are near 100 million, where neighbouring float32 numbers lie 8 apart,
+# so their differences are multiples of 8.
 #
 # Three reads: a loop
 # -------------------
 #
-# The simplest kernel has three loops over the row, one for each sum and one for the output. Each
-# iteration loads a block of ``BLOCK`` columns, so the kernel takes rows of any length.
+# The simplest kernel loops over the row three times: once for each sum and once for the output.
+# Each iteration loads a block of ``BLOCK`` columns, so rows may have any length.
 
 import triton
 import triton.language as tl
@@ -196,12 +195,13 @@ def three_reads_kernel(x_ptr, w_ptr, b_ptr, y_ptr, n_cols, eps, BLOCK: tl.conste
 
 
 # %%
-# The last block may reach past the end of the row. Its load fills this *padding* with zeros
-# (``other=0.0``), which change no sum. But a padding zero deviates from the mean like any other
-# number, by minus the mean, so ``tl.where`` sets its deviation to zero. ``m2`` is the sum of
-# squared deviations, :math:`N` times the variance. We launch one program per row. The rows have a
-# mean of 3, because a mean of 0 would hide a forgotten ``tl.where``. The output agrees with
-# PyTorch's:
+# The last block may extend past the end of the row. Its load fills this *padding* with zeros
+# (``other=0.0``), which leave the sum unchanged. They do deviate from the mean, however, by minus
+# the mean, so ``tl.where`` sets their deviations to zero. ``m2`` is the sum of squared deviations,
+# :math:`N` times the variance.
+#
+# We launch one program per row and give the rows a mean of 3, because a mean of 0 would hide a
+# missing ``tl.where``. The output agrees with PyTorch's:
 
 x = torch.randn(33, 1000, device=runtime.DEVICE) + 3
 w, b = torch.randn(2, 1000, device=runtime.DEVICE)
@@ -214,8 +214,8 @@ torch.testing.assert_close(y, F.layer_norm(x, (1000,), w, b))
 # --------------------
 #
 # A :term:`program` that holds its row in :term:`registers <register>`, the fastest storage on the
-# chip, need not read it again. It loads the row as one block, so the loops disappear, and with them
-# half of the bytes:
+# chip, need not read it again. It loads the row as a single block, and the loops disappear along
+# with half of the bytes:
 
 
 @triton.jit
@@ -239,8 +239,8 @@ one_read_kernel[(33,)](x, w, b, y, 1000, 1e-5, BLOCK=1024)
 torch.testing.assert_close(y, F.layer_norm(x, (1000,), w, b))
 
 # %%
-# ``BLOCK`` must be a power of two, so there is padding again. ``x`` becomes float32, because 16-bit
-# numbers lose digits when they are added up.
+# Since ``BLOCK`` must be a power of two, the row is padded again. The kernel converts ``x`` to
+# float32 because sums of 16-bit numbers lose digits.
 
 # Measuring
 x_of_eight = row_of_eight.to(runtime.DEVICE)
@@ -250,18 +250,19 @@ one_read_kernel[(1,)](x_of_eight, w_of_eight, b_of_eight, found, 8, 0.0, BLOCK=8
 torch.testing.assert_close(found.cpu(), y_of_eight)
 
 # %%
-# We time the kernels of the finished operator, ``kernelbook.layer_norm``, which take the same steps
-# with more care for the digits. The yardstick is a copy, which reads and writes each byte once.
-# Each figure and table was timed on its own, so between them a kernel may differ by a point or two.
+# We time the kernels of the finished operator, ``kernelbook.layer_norm``, which follow the same
+# steps but take more care of the digits. The yardstick is a copy, which reads and writes each byte
+# once. Each figure and table was timed separately, so a kernel may differ by a point or two between
+# them.
 
 # Folded: The timed kernels whole: the loop and the whole row
 lab.listing(
     {
         "The loop": loop_fwd_kernel,
-        "The whole row. The kernel gives a program several rows if they are short, and can store "
-        "mean and rstd for the backward pass. Its loads bypass L1 (.cg), the cache of each SM, and "
-        "leave it to weight and bias. moments, the mean and m2 together, is the subject of the "
-        "next section": row_fwd_kernel,
+        "The whole row. The kernel gives each program several rows if they are short, and can "
+        "store mean and rstd for the backward pass. Its loads of x bypass L1, the cache of each SM "
+        "(.cg), which leaves that cache to weight and bias. The next section explains moments, "
+        "which returns the mean and m2": row_fwd_kernel,
     }
 )
 
@@ -417,19 +418,19 @@ gpu = ladder.provenance["gpu"] if ladder.provenance else "this GPU"
 nearly = "nearly " if share["one program", 4096] < 99 else ""
 tenfold = share["loop", 4096] / share["simple_layer_norm", 4096]
 lab.read(
-    f"**At 4,096 columns one read makes layer norm {nearly}as fast as a copy**: on {gpu}, from "
-    "which the numbers in the text come, it reaches "
-    f"{share['one program', 4096]:.0f} % of its speed. The loop reaches "
-    f"{share['loop', 4096]:.0f} %, {tenfold:.0f} times the speed of the seven operations. "
+    f"**At 4,096 columns, reading once makes layer norm {nearly}as fast as a copy**: on {gpu}, "
+    f"whose numbers the text quotes, it reaches {share['one program', 4096]:.0f} % of a copy's "
+    f"speed. The loop, at {share['loop', 4096]:.0f} %, is {tenfold:.0f} times as fast as the seven "
+    "operations. "
     + (
         "If its three reads and its write all went to main memory, it could reach only half the "
-        "speed of a copy, so caches must still hold part of a row. "
+        "speed of a copy, so the caches must still hold part of the row. "
         if share["loop", 4096] > 60
         else "If its three reads and its write all go to main memory, it can reach half the speed "
         "of a copy. "
     )
     + f"At 32,768 columns the loop reaches {share['loop', 32768]:.0f} %"
-    + (", about that half." if 47 < share["loop", 32768] < 55 else ".")
+    + (", close to that half." if 47 < share["loop", 32768] < 55 else ".")
 )
 
 # %%
@@ -443,11 +444,11 @@ by_four = sum(
     in_copies.get(of, nan) for of in ("x - mean", "deviation * rstd", "… * w", "… + b")
 )
 lab.read(
-    "PyTorch's own `layer_norm` is one kernel that reads a row twice. That allows two thirds of "
-    "the speed of a copy, and it reaches "
+    "PyTorch's own `layer_norm` is a single kernel. It reads each row twice, which allows two "
+    "thirds of the speed of a copy, and reaches "
     f"{share['PyTorch', 4096]:.0f} and {share['PyTorch', 32768]:.0f} %. The seven operations move "
-    f"the bytes of six copies and take as long as {sum(in_copies.values()) or nan:.0f}, of which "
-    f"{by_four:.0f} go to the four that broadcast an operand, such as the mean of a row."
+    f"the bytes of six copies but take as long as {sum(in_copies.values()) or nan:.0f}, and "
+    f"{by_four:.0f} of those go to the four that broadcast an operand, such as the mean of a row."
 )
 
 # %%
@@ -458,12 +459,12 @@ lab.together(
     single,
     stored,
     lab.read(
-        "With the mean first stored in every column, the subtraction moves 1.5 times the bytes, "
+        "If the mean is first stored in every column, the subtraction moves 1.5 times the bytes, "
         + (
-            f"but takes {everywhere:.2f} ms instead of {once:.2f}. So in this operation "
-            "broadcasting costs more than the bytes. The other three we did not test."
+            f"yet takes {everywhere:.2f} ms instead of {once:.2f}. In this operation, broadcasting "
+            "costs more than the extra bytes. We did not test the other three."
             if not once <= everywhere
-            else f"and takes {everywhere:.2f} ms instead of {once:.2f}. So in this operation "
+            else f"and takes {everywhere:.2f} ms instead of {once:.2f}. In this operation, "
             "broadcasting is not what takes the time."
         )
     ),
@@ -472,21 +473,33 @@ lab.together(
 # %%
 
 # Reading
+differing = "".join(
+    f" (but {100 * reached:.0f} % on {other.provenance['gpu']}"
+    + (", with an older kernel)" if other.mark else ")")
+    for other in ladder.elsewhere
+    if not other.at(provider="one program", columns=32768).empty
+    for reached in [other.share("one program", columns=32768)]
+    if 100 * reached > share["one program", 32768] + 5
+)
 lab.read(
-    f"At 32,768 columns one read reaches only {share['one program', 32768]:.0f} %, so long rows "
-    "need two more ideas. The digits come first, because rounding spoils some rows."
+    f"At 32,768 columns, reading once reaches only {share['one program', 32768]:.0f} %{differing}, "
+    "so long rows need two more ideas. First, though, the digits: rounding spoils some rows."
 )
 
 # %%
-# The last digits
-# ---------------
+# .. raw:: html
 #
-# A sum rounds, so the mean is slightly wrong. Layer norm divides by the size of the deviations, so
-# it magnifies that error where a row's numbers are nearly equal.
+#    <span id="the-last-digits"></span>
 #
-# Suppose a machine keeps three digits, and a row holds 3.33 five times. Its running sum is 3.33,
-# 6.66, 9.99, 13.3 and 16.6, a fifth of which is 3.32. So every element deviates from the mean by
-# 0.01, although all are equal.
+# Last digits: a corrected mean
+# -----------------------------
+#
+# Every sum is rounded, which leaves the mean slightly wrong. Layer norm then divides by the size of
+# the deviations and magnifies this error wherever a row's numbers are nearly equal.
+#
+# Suppose a machine keeps three digits and a row holds 3.33 five times. The running sum goes through
+# 3.33, 6.66, 9.99, 13.3 and 16.6, a fifth of which is 3.32. Every element now deviates from the
+# mean by 0.01, although all are equal.
 
 
 # Measuring
@@ -521,11 +534,12 @@ obvious, corrected, theirs = (
 lab.read(
     f"{where} the same happens in float32. "
     * (obvious != "zero")
-    + "We fill each of 200 rows with a thousand copies of one number between 1,000 and 1,100. The "
-    "output should be zero. But the variance is 0, so layer norm divides by the root of `eps`, "
-    f"here 1e-5, and an error of the mean grows {1e-5**-0.5:.0f} times. "
-    f"{where if obvious == 'zero' else 'Here'} the largest output of our kernel is "
-    f"{obvious}, and PyTorch's is {theirs}. With the correction that follows, ours is {corrected}."
+    + "We fill each of 200 rows with a thousand copies of one number between 1,000 and 1,100, so "
+    "every output should be zero. Because the variance is 0, however, layer norm divides by the "
+    "root of `eps`, here 1e-5, which magnifies an error of the mean "
+    f"{1e-5**-0.5:.0f} times. {f'{where} the' if obvious == 'zero' else 'The'} largest output is "
+    f"{obvious} for our kernel and {theirs} for PyTorch's. With the correction that follows, ours "
+    f"is {corrected}."
 )
 
 # %%
@@ -533,10 +547,10 @@ lab.read(
 #    :class: kb-key
 #
 #    Deviations from the true mean sum to zero. If ours do not, their sum divided by :math:`N` is
-#    what our mean lacks, so we add it.
+#    what our mean is missing, so we add it.
 #
-# In the example the five deviations of 0.01 sum to 0.05, a fifth of which is 0.01, and 3.32 + 0.01
-# is the right mean. In the kernel, three lines follow ``m2``:
+# In the example, the five deviations of 0.01 sum to 0.05, a fifth of which is 0.01, and 3.32 + 0.01
+# is the right mean. In the kernel, we add three lines after ``m2``:
 #
 # .. code-block:: python
 #
@@ -544,15 +558,15 @@ lab.read(
 #    mean += correction
 #    m2 -= n_cols * correction * correction
 #
-# The last line is needed because squared deviations from a wrong mean sum to too much. Let the
-# wrong mean be :math:`m - c`, so that :math:`c` is the correction. Then
+# The last line is needed because the squared deviations from a wrong mean add up to too much. Let
+# the wrong mean be :math:`m - c`, where :math:`c` is the correction. Then
 #
 # .. math::
 #
 #    \sum_j \big( (x_j - m) + c \big)^2 = \sum_j (x_j - m)^2 + N c^2
 #
-# because the mixed term, :math:`2c \sum (x_j - m)`, is 0. As an example, take two neighbours in
-# float32, which has no number between them for their mean:
+# because the cross term, :math:`2c \sum (x_j - m)`, is 0. Take two neighbouring float32 numbers,
+# whose mean float32 cannot represent:
 
 
 # Drawing
@@ -584,7 +598,7 @@ def two_neighbours(axes):
 
 
 lab.sketch(
-    "Two numbers whose mean is no float32 number",
+    "Two numbers whose mean is not a float32 number",
     "A line with 16,777,216 and 16,777,218 and their true mean between them. From the true mean "
     "they deviate by −1 and 1, whose squares sum to 2. The rounded mean is 16,777,216 itself. From "
     "it they deviate by 0 and 2, whose squares sum to 4.",
@@ -604,16 +618,16 @@ found = [norm(row, ones, zeros, eps=0.0, corrected=repair) for repair in (False,
 plain, corrected = (y.var(correction=0).item() for y in found)
 assert abs(corrected - 1) < 1e-6
 lab.read(
-    "The deviations from the rounded mean, 0 and 2, give a correction of 1, and 4−2·1² is the "
-    "right `m2`. The kernel agrees: the variance of its output, which should be 1, is "
-    f"{plain:.1f} without the correction and {corrected:.1f} with it. The outputs are "
-    f"{' and '.join(f'{y:.0f}' for y in found[1][0].tolist())}, though, not −1 and 1, because the "
-    "corrected mean is rounded to float32 again. A second number for the mean would help, but the "
-    "backward pass takes only one."
+    "The deviations from the rounded mean, 0 and 2, yield a correction of 1, and 4−2·1² is the "
+    "right `m2`. The kernel confirms this: the variance of its output, which should be 1, is "
+    f"{plain:.1f} without the correction and {corrected:.1f} with it. The outputs are still "
+    f"{' and '.join(f'{y:.0f}' for y in found[1][0].tolist())} instead of −1 and 1, because the "
+    "corrected mean is itself rounded to float32. Storing the mean as two numbers would help, but "
+    "the backward pass takes only one."
 )
 
 # %%
-# In random rows of float32 the three lines gain this:
+# In random float32 rows, the three lines have this effect:
 
 
 # Measuring
@@ -684,8 +698,8 @@ if gained.rows:
     )
     said = (
         (
-            "**At a mean of 1,000 the correction makes the largest error "
-            f"{plain / corrected:.1f} times smaller**"
+            "**At a mean of 1,000 the correction divides the largest error by "
+            f"{plain / corrected:.1f}**"
             if plain > 1.3 * corrected
             else "At a mean of 1,000 the correction changes the largest error little"
         )
@@ -697,8 +711,8 @@ if gained.rows:
             else ", and PyTorch's is about as large as ours. "
         )
         + (
-            "Little more can be gained, because float32 rounds the mean itself by up to "
-            f"{half_apart:.5f}, which is {half_apart / largest:.1e} of the largest output, "
+            "There is little left to gain, because float32 rounds the mean itself by up to "
+            f"{half_apart:.5f}, or {half_apart / largest:.1e} of the largest output, "
             f"{largest:.0f}. " * (corrected < 1.5 * half_apart / largest)
         )
         + (
@@ -707,15 +721,16 @@ if gained.rows:
         )
     )
 if costs:
-    said += "The lines cost " + (
+    said += "The three lines cost " + (
         f"at most {costs[dearest]} percentage points of the speed of a copy."
         if costs[dearest] > 0
-        else "no time that shows."
+        else "no measurable time."
     )
 lab.read(said) if said else None
 
 # %%
-# The operator corrects the mean in the same way, and also guards each step against overflow.
+# The operator corrects the mean in the same way and also guards every step against overflow. That
+# leaves the long rows.
 
 # Folded: The small kernel with the correction, its price, and the operator's guards
 edges = torch.tensor([[3e38, 3e38], [-2e19, 2e19]], device=runtime.DEVICE)
@@ -746,31 +761,31 @@ off_mean = thousand - one_by_one(thousand) / 1000
 off_m2, lacks = one_by_one(off_mean**2), one_by_one(off_mean) / 1000
 of_the_operator = lab.listing(
     {
-        "No sum overflows: 3e38 + 3e38 is infinite in float32, although the mean of the two is "
-        f"not, so that the small kernel makes {of_small[0]} of them, and the operator "
-        f"{of_operator[0]}. Each number is first multiplied by SMALL, which is 2 to the power of "
-        "−16 and costs no digit, and the mean is divided by it": mean_of,
-        "The mean of equal numbers is that number: 1/41 is rounded, and 41 times it is "
-        f"{quotient:.8f}. The inner fma, which multiplies and adds with one rounding, finds that "
-        f"{left_over:.1e} of the 41 is left over, and the outer one adds a 41st of that, which "
-        f"makes {float(quotient + left_over / 41):.1f}": divide,
-        "The warps wait once: they wait for each other in every reduction, so one finds both the "
-        "sum of the squares and that of the deviations": two_sums,
-        "Equal numbers have no variance: if a thousand times 1000.1 is added up one by one, m2 "
-        f"is {off_m2:.4f}, and N times the square of the correction leaves "
-        f"−{1000 * lacks * lacks - off_m2:.1e} of it, a negative sum of squares. So less than "
-        "ROUNDING, a millionth, of m2 counts as 0. An infinite m2 stays infinite": without,
+        "No sum overflows: in float32, 3e38 + 3e38 is infinite although the mean of the two is "
+        f"not. The small kernel turns the row into {of_small[0]}, the operator into "
+        f"{of_operator[0]}. The operator first multiplies each number by SMALL, 2 to the power of "
+        "−16, which costs no digit, and finally divides the mean by SMALL": mean_of,
+        "The mean of equal numbers is that number: 1/41 is rounded, and 41 times the result is "
+        f"{quotient:.8f}. The inner fma, which multiplies and adds with a single rounding, finds "
+        f"that {left_over:.1e} of the 41 is left over; the outer one adds a 41st of that and "
+        f"arrives at {float(quotient + left_over / 41):.1f}": divide,
+        "The warps wait only once: since they wait for each other in every reduction, a single one "
+        "finds both the sum of the squares and the sum of the deviations": two_sums,
+        "Equal numbers have no variance: if 1000.1 is added up a thousand times, one by one, m2 is "
+        f"{off_m2:.4f}, and subtracting N times the square of the correction leaves "
+        f"−{1000 * lacks * lacks - off_m2:.1e}, a negative sum of squares. Anything below "
+        "ROUNDING, a millionth, of m2 therefore counts as 0. An infinite m2 stays so": without,
         "Threads agree: in a row of at most 64 numbers the first addition may combine the squares "
-        "of two threads. The compiler would fuse it with the multiplication, each thread would "
-        "use its own square unrounded, and their sums could differ in the last bit": square,
-        "All steps in order. Rows of 16 bits skip the correction where the sum of equal numbers "
-        "is exact: of the 24 bits of float32 a bfloat16 takes 8 and a float16 11, which leaves "
-        "room for a sum of 65,536 or 8,192 of them": moments,
-        "No square overflows: above 1.8e19 deviations have infinite squares, and rstd is 0: of "
-        f"−2e19 and 2e19 the small kernel makes {of_small[1]}, and the operator "
-        f"{of_operator[1]}. Such a far row is read again, and its deviations are multiplied "
-        "by TINY, 2 to the power of −84, before they are squared. Kernels look for far rows only "
-        "at their end, because to look makes the warps wait": far_rstd,
+        "of two threads. The compiler would fuse it with the multiplication, so that each thread "
+        "would use its own square unrounded and their sums could differ in the last bit": square,
+        "All steps in order. Rows of 16-bit numbers skip the correction where the sum of equal "
+        "numbers is exact: of the 24 significant bits of float32, a bfloat16 uses 8 and a float16 "
+        "11, which leaves room for a sum of 65,536 or 8,192 of them": moments,
+        "No square overflows: deviations above 1.8e19 have infinite squares, which makes rstd 0. "
+        f"The small kernel turns −2e19 and 2e19 into {of_small[1]}, the operator into "
+        f"{of_operator[1]}. The operator reads such a far row again and multiplies the deviations "
+        "by TINY, 2 to the power of −84, before it squares them. The kernels look for far rows "
+        "only at their end, because looking makes the warps wait": far_rstd,
     }
 )
 lab.together(
@@ -788,27 +803,28 @@ lab.together(
 # Longer rows: packed
 # -------------------
 #
-# Whole rows of 32,768 columns are slow because each, widened to float32, takes half of the 65,536
-# registers of an :term:`SM`. Addresses and results take more, so no second program fits that could
-# load its row while the first computes. The remedy is that of :doc:`softmax </chapters/softmax>`:
+# Widened to float32, a whole row of 32,768 columns takes half of the 65,536 registers of an
+# :term:`SM`. Addresses and results need registers too, which leaves no room for a second program to
+# load its row while the first computes. The remedy is the one from :doc:`softmax
+# </chapters/softmax>`:
 #
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    Two 16-bit numbers fit in one 32-bit register. A long row stays packed in pairs, in four
-#    pieces, and only the piece at hand is widened.
+#    Two 16-bit numbers fit in one 32-bit register. We keep a long row packed in pairs, in four
+#    pieces, and widen only the piece at hand.
 #
 # .. image:: /figures/layer-norm-packed.svg
 #    :alt: Widened, x0 and x1 take a register of 32 bits each. Packed, both share one register, with
 #          16 bits each. A row stays packed in four pieces, and one piece at a time is widened.
 #
-# There are pieces because a row that is widened whole would take, for that step, the registers that
-# packing saved. ``widen`` makes float32 numbers of the halves of each pair:
+# We need the pieces because widening the whole row at once would, for that step, take back the
+# registers that packing saved. ``widen`` turns the halves of each pair into float32 numbers:
 
 lab.source(widen)
 
 # %%
-# Without its guards, for bfloat16, and with ``PAIRS`` pairs in each piece, the kernel computes:
+# Without its guards, and with ``PAIRS`` pairs of bfloat16 numbers in each piece, the kernel begins:
 #
 # .. code-block:: python
 #
@@ -830,29 +846,29 @@ lab.source(widen)
 #        m2 += deviation * deviation
 #    m2 = tl.sum(m2, axis=0)
 #
-# A compiler may widen the pieces once for both loops and keep the results in registers. ``afresh``
-# rules this out, here and before the output, because the compiler does not know that ``zero``, an
-# argument that it adds to each piece, is always 0.
+# The compiler may widen the pieces once for both loops and keep the results in registers.
+# ``afresh``, also called before the output, rules this out: it adds to each piece an argument,
+# ``zero``, and the compiler does not know that this is always 0.
 #
-# The mean is not corrected here, because a bfloat16 takes only 8 of the 24 significant bits of
-# float32. The other 16 keep the sum of up to 65,536 (2¹⁶) equal numbers exact.
+# This kernel does not correct the mean: a bfloat16 uses only 8 of the 24 significant bits of
+# float32, and the other 16 keep the sum of up to 65,536 (2¹⁶) equal numbers exact.
 
 # Folded: The packed kernel whole, and how it keeps digits and registers
 lab.together(
     lab.read(
         "The sum of 65,536 bfloat16 numbers is exact if all lie between two neighbouring powers of "
-        "two, as equal ones do. In other rows it may round, but their deviations are about as "
-        "large as the numbers, and the error is small beside them. A float16 has 11 significant "
-        "bits, so `mean_of_pairs` sums the leading bits and the others separately. `SMALL`, which "
-        "is 2 to the power of −16, keeps the sum from overflowing."
+        "two, as equal numbers do. In other rows the sum may be rounded, but their deviations are "
+        "about as large as the numbers, and the error is small compared with them. A float16 has "
+        "11 significant bits, so `mean_of_pairs` sums the leading bits and the others separately. "
+        "`SMALL`, 2 to the power of −16, keeps the sum from overflowing."
     ),
     lab.read(
-        "`where_piece` says which columns of a piece are inside the row: all, if `FULL` says that "
-        "the pieces fit it exactly. Weight and bias together would take twice as many registers as "
-        "the packed row. The last step therefore goes piece by piece, and a barrier, a point that "
-        "no thread passes before all have reached it, keeps the compiler from loading all pieces "
-        "first. `load_parameter` loads the same piece of the weight or bias, and `narrow` turns "
-        "float32 back into pairs."
+        "`where_piece` says which columns of a piece are inside the row: all of them, if `FULL` "
+        "says that the pieces fit it exactly. Weight and bias together would take twice as many "
+        "registers as the packed row, so the last step proceeds piece by piece. A barrier, a point "
+        "that no thread passes before all have reached it, keeps the compiler from loading all "
+        "pieces first. `load_parameter` loads the same piece of the weight or bias, and `narrow` "
+        "turns float32 back into pairs."
     ),
     lab.source(packed_row_fwd_kernel),
     lab.source(afresh),
@@ -945,17 +961,17 @@ lab.read(
         f"**At 32,768 columns packing raises the speed from {held[0]:.0f} to {two[0]:.0f} % of a "
         "copy**" + ", because it makes room for a second program on the SM" * two_matter
         if packed_gain > 0
-        else "At 32,768 columns packing gains nothing"
+        else "At 32,768 columns packing does not help"
     )
     + ". The third line of the table isolates this: without its limit of "
-    f"{tuned.PACKED[32768][1]} registers per thread the same kernel takes {of_lone:.0f}, so only "
+    f"{tuned.PACKED[32768][1]} registers per thread, the same kernel uses {of_lone:.0f}, only one "
+    "program fits, and "
     + (
-        f"one program fits, and it falls to {lone[0]:.0f} %"
-        + ", below the whole row" * (lone[0] < held[0] - 2)
+        f"the speed falls to {lone[0]:.0f} %"
+        + ", below that of the whole row" * (lone[0] < held[0] - 2)
         + "."
         if two_matter
-        else f"one program fits, and it reaches {lone[0]:.0f} %, so the second program makes no "
-        "difference."
+        else f"the kernel reaches {lone[0]:.0f} %: the second program makes no difference."
     )
 )
 
@@ -984,11 +1000,11 @@ lab.table(
 
 # Reading
 lab.read(
-    "Even packed, a row of 65,536 columns needs an SM to itself, and reaches "
+    "Even packed, a row of 65,536 columns needs an SM to itself, and the kernel reaches "
     f"{long[0]:.0f} % of a copy. "
     + (
-        "Weight and bias, loaded again for every row, are a large part of what it lacks: without "
-        f"them it reaches {long[1]:.0f} %."
+        "Weight and bias, loaded again for every row, account for much of the gap: "
+        f"without them it reaches {long[1]:.0f} %."
         if long[1] - long[0] >= 0.4 * (100 - long[0])
         else "Without weight and bias, which are loaded again for every row, the same kernel "
         f"reaches {long[1]:.0f} %."
@@ -999,10 +1015,10 @@ lab.read(
 # Longest rows: split
 # -------------------
 #
-# A row that no SM can hold is shared by several programs, and so are long rows in float32, whose
-# numbers do not fit in pairs. Each program computes the *moments* of its own part, the mean
-# :math:`m` and the sum of squared deviations :math:`M` (``m2`` in code), and then merges the
-# moments of all parts. Here four programs share the row of eight:
+# A row that no SM can hold is shared by several programs, as is a long row in float32, whose
+# numbers cannot be packed in pairs. Each program computes the *moments* of its own part, the mean
+# :math:`m` and the sum of squared deviations :math:`M` (``m2`` in the code), and then merges the
+# moments of all parts. Here, four programs share the row of eight:
 #
 # .. image:: /figures/layer-norm-parts.svg
 #    :alt: A row of eight numbers in four parts: 1 and 3, 2 and 6, 5 and 5, 0 and 2. Each of four
@@ -1018,51 +1034,51 @@ between = 2 * (of_parts - eight.mean()).square().sum()
 assert within + between == in_all
 lab.read(
     f"The four values of M add up to {within:.0f}, but the row's M is {in_all:.0f}, because each "
-    "part also deviates as a whole: the means of the parts are 1, 1, 2 and 2 away from the row's "
-    "mean. The squares of these distances, counted twice because a part has two numbers, add the "
-    f"missing {between:.0f}."
+    "part also deviates as a whole: the means of the parts lie 1, 1, 2 and 2 away from the row's "
+    "mean. The squares of these distances, each counted twice because a part has two numbers, "
+    f"supply the missing {between:.0f}."
 )
 
 # %%
 # In general, part :math:`i` with :math:`n_i` elements contributes :math:`M_i + n_i\, (m_i - m)^2`.
-# This is the formula that corrected ``m2``, the other way round: for a part, :math:`m_i` is the
-# true mean, and the row's :math:`m` is the wrong one. ``merge_moments`` adds the contributions, a
-# formula of Chan, Golub and LeVeque (1982). ``means`` and ``m2s`` have a line per row and a column
-# per part; ``parts`` numbers the parts 0, 1, 2, …, and each is ``BLOCK_COLS`` long:
+# This is the formula that corrected ``m2``, in reverse: for a part, :math:`m_i` is the true mean
+# and the row's :math:`m` the wrong one. ``merge_moments`` adds up the contributions, following
+# Chan, Golub and LeVeque (1982). ``means`` and ``m2s`` have one line per row and one column per
+# part; ``parts`` numbers the parts 0, 1, 2, …, and each has up to ``BLOCK_COLS`` columns:
 
 lab.source(merge_moments)
 
 # %%
-# ``counts`` are the :math:`n_i`. An average of large means would lose digits, so the code takes the
-# distances ``apart`` of the means from a *pivot*, the first of them, and adds their average,
-# ``shift``, to it.
+# ``counts`` holds the :math:`n_i`. Averaging large means would lose digits, so the code takes the
+# distances ``apart`` of the means from a *pivot*, the first mean, and adds their average,
+# ``shift``, to the pivot.
 #
-# The programs :term:`exchange` their moments through slots, as in
-# :doc:`softmax </chapters/softmax>`.
+# As in :doc:`softmax </chapters/softmax>`, the programs :term:`exchange` their moments through
+# slots.
 
 # Folded: The split kernel whole, and what it does around the merge
 lab.together(
     lab.read(
-        "A slot has 64 bits, which hold the two numbers of a part. `wait` reads the slots again "
-        "and again until none is empty, but at most `max_polls` times; `ready` is 0 if some still "
-        "are then. A program reads `LOOKS` slots of a row at once, one per thread of a warp. If "
-        "the row has fewer parts, it reads them several times over, hence `% N_PARTS`, and the "
-        "merge counts only the first `N_PARTS`. A program that waited in vain for the others "
-        "computes their moments itself, which is slow but just as correct."
+        "A slot has 64 bits, which hold the two numbers of a part. `wait` rereads the slots until "
+        "none is empty, but at most `max_polls` times; if some are still empty, `ready` is 0. A "
+        "program reads `LOOKS` slots of a row at once, one per thread of a warp. If the row has "
+        "fewer parts, it reads them several times over, hence `% N_PARTS`, and the merge counts "
+        "only the first `N_PARTS`. A program that has waited in vain for the others computes their "
+        "moments itself, which is slow but just as correct."
     ),
     lab.read(
         "In the picture the pivot is 2, and `apart` is (0, 2, 3, −1). The average of these is 1, "
-        "the `shift` from pivot to mean. Less that, `apart` is (−1, 1, 2, −2), the distances "
-        "above. `counts` is 0 in columns that are no parts."
+        "the `shift` from the pivot to the mean. Subtracting it turns `apart` into (−1, 1, 2, −2), "
+        "the distances above. `counts` is 0 in columns that belong to no part."
     ),
     lab.read(
-        "`collect` takes the two numbers of each slot apart, and puts zeros, which change no sum, "
-        "where there is no such row (`there`) or no such part."
+        "`collect` unpacks the two numbers of each slot. Where the row (`there`) or the part does "
+        "not exist, it returns zeros, which leave every sum unchanged."
     ),
     lab.read(
-        "Weight and bias, loaded again for every row, are as many bytes as `x` and `y`. A program "
-        "that holds only a part of a row needs only the same part of the weight and bias, so it "
-        "processes its part of two rows and loads them once for both."
+        "Loading weight and bias again for every row moves as many bytes as `x` and `y` do. A "
+        "program that holds only part of a row needs only the same part of the weight and bias, so "
+        "it processes its part of two rows and loads those parameters once for both."
     ),
     lab.source(split_fwd_kernel),
 )
@@ -1114,18 +1130,18 @@ name_of_best, best_other = max(
     key=lambda one: one[1],
 )
 lab.read(
-    "At 262,144 columns of bfloat16, which 32 programs share, split rows reach "
+    "At 262,144 columns in bfloat16, shared by 32 programs, the split kernel reaches "
     f"{parted:.0f} % of the speed of a copy, "
     + (
-        f"and {name_of_best}, the next best, {best_other:.0f} %."
+        f"against {best_other:.0f} % for {name_of_best}, the next best."
         if parted > 1.02 * best_other
         else f"no more than {name_of_best}, which reaches {best_other:.0f} %."
     )
 ) if parted == parted else None
 
 # %%
-# So ``layer_norm`` has a kernel for every length. Each serves up to where the next one is faster or
-# its rows no longer fit (fold):
+# With these four, ``layer_norm`` has a kernel for every length. Each serves up to where the next is
+# faster or its own rows no longer fit (fold):
 
 longest = tuned.MAX_PARTS * tuned.MAX_PART_COLS
 lab.table(
@@ -1152,11 +1168,11 @@ at_limit = {
     (row["dtype"], row["kernel"]): row["% of a copy"] for row in limits.rows or []
 }
 said = (
-    "In bfloat16 packed rows reach "
-    f"{share['Kernel Book', 16384]:.0f} % at 16,384 columns, and whole rows "
-    f"{share['one program', 16384]:.0f}. At 65,536 columns packed rows reach "
-    f"{at_limit['bfloat16', 'packed']} %, and split rows {at_limit['bfloat16', 'split']}. In "
-    f"float32 split rows reach {at_limit['float32', 'split']} % at 16,384 columns, and whole rows "
+    "In bfloat16, packed rows of 16,384 columns reach "
+    f"{share['Kernel Book', 16384]:.0f} % of a copy and whole rows "
+    f"{share['one program', 16384]:.0f}. At 65,536 columns, packed rows reach "
+    f"{at_limit['bfloat16', 'packed']} % and split rows {at_limit['bfloat16', 'split']}. In "
+    f"float32, split rows of 16,384 columns reach {at_limit['float32', 'split']} % and whole rows "
     f"{at_limit['float32', 'whole']}. "
     if at_limit
     else ""
@@ -1169,7 +1185,7 @@ for other in ladder.elsewhere:
         for name in ("one program", "Kernel Book")
     )
     said += (
-        f"On {other.provenance['gpu']} one read already reaches {there:.0f} % at 32,768 columns, "
+        f"On {other.provenance['gpu']}, whole rows of 32,768 columns already reach {there:.0f} %, "
         + (
             "and packing adds nothing"
             if theirs - there < 1
@@ -1193,8 +1209,9 @@ lab.together(limits, lab.read(said) if said else None)
 # Is it right?
 # ------------
 #
-# We compare the whole, packed and split kernels with float64, in random rows of mean 0 and of mean
-# 1,000. An error may be at most twice PyTorch's own, in float32 four times (reasons in the fold).
+# We compare the whole, packed and split kernels with a float64 reference, on random rows of mean 0
+# and of mean 1,000. An error may be at most twice PyTorch's own, or four times in float32 (reasons
+# in the fold).
 
 
 # Measuring
@@ -1283,8 +1300,8 @@ if left.rows:
         for of in (ours, theirs)
     )
     said += (
-        f"**Rows of equal numbers become zeros in {mine} of {len(ours)} combinations of kernel, "
-        f"length and dtype, and with PyTorch in {pytorch}.**"
+        f"**Our kernels turn rows of equal numbers into zeros in {mine} of {len(ours)} "
+        f"combinations of kernel, length and dtype, PyTorch in {pytorch}.**"
     )
 lab.read(said)
 
@@ -1294,27 +1311,27 @@ lab.read(said)
 lab.together(
     lab.read(
         "An error may be twice PyTorch's, because two results that are each rounded once may "
-        "differ that much; in float32 four times, because the GPU's reciprocal square root may be "
-        "off by two units in the last place (ulp). "
-        "Weight and bias have the dtype of `x`. The output is judged in parts of at most 64 rows "
-        "and 1,024 columns, and the error of a part is its largest difference from the truth, "
-        "divided by its largest true number. One unit in the last place is always allowed, because "
-        "rounding the result can alone cost half of that, and in float32 two. Rows of mean 1,000 "
-        "come in 16 or more, so that PyTorch's own error is not small by the luck of a few rounded "
-        "means. The loop takes over only beyond these rows; the package's tests run it on short "
-        "ones."
+        "differ by that much. In float32 we allow four times, because the GPU's reciprocal square "
+        "root may be off by two units in the last place (ulp). "
+        "Weight and bias have the dtype of `x`. We judge the output in parts of at most 64 rows "
+        "and 1,024 columns: the error of a part is its largest difference from the truth, "
+        "divided by its largest true number. One ulp is always allowed, since rounding the result "
+        "can cost half of that by itself; in float32 we allow two. We test rows of mean "
+        "1,000 at least 16 at a time, so that a few luckily rounded means do not make PyTorch's "
+        "own error small. The loop takes over only beyond these lengths; the package's tests run "
+        "it on short rows."
     ),
     checks,
     lab.read(
-        "Rows of equal numbers are tested at lengths that are no powers of two, because dividing "
-        "by a power of two is exact."
+        "We test rows of equal numbers at lengths that are not powers of two, because dividing by "
+        "a power of two is exact."
     ),
     left,
     lab.read(
         "The output has the dtype of `x`. Under autocast, though, PyTorch's layer norm returns "
         "float32, and so does ours unless it is called with `out_dtype=torch.bfloat16`, which "
-        "spares writing and reading float32 where a matmul in bfloat16 follows. The chapter on the "
-        "transformer measures what a training step gains."
+        "avoids writing and reading float32 when a bfloat16 matmul follows. The chapter on the "
+        "transformer measures what a training step gains from this."
     ),
 )
 
@@ -1391,7 +1408,7 @@ def about_quack(sweep):
     at, least = min(shares.items(), key=lambda item: item[1])
     if least > 0.5 * statistics.median(shares.values()):
         return ""
-    return f"quack falls to {least:.0f} % at {at:,} columns."
+    return f"At {at:,} columns, quack falls to {least:.0f} %."
 
 
 def quack_elsewhere(sweep):
@@ -1418,15 +1435,15 @@ def beaten_at(dtype):
     """Where a library is ahead of the operator in a dtype by more than 1 %."""
     lost = [row for row in losses if row["dtype"] == dtype]
     if not lost:
-        return ""
+        return "No library is more than 1 % faster."
     its, ours = max(
         ((row["its %"], row["our %"]) for row in lost),
         key=lambda both: both[0] - both[1],
     )
     return (
-        f", except at {' and '.join(format(row['columns'], ',') for row in lost)} columns, where "
-        f"{' or '.join(sorted({row['library'] for row in lost}))} reaches "
-        f"{'up to ' * (len(lost) > 1)}{its} % and the operator {ours}"
+        f"Only at {' and '.join(format(row['columns'], ',') for row in lost)} columns is a library "
+        f"more than 1 % faster: {' or '.join(sorted({row['library'] for row in lost}))} reaches "
+        f"{'up to ' * (len(lost) > 1)}{its} % and the operator {ours}."
     )
 
 
@@ -1434,10 +1451,8 @@ slowest, least, others = in_short("bfloat16")
 name, peer = forward.best_peer(dtype="bfloat16", columns=slowest)
 lab.read(
     f"**In bfloat16 the operator stays above {others:.0f} % of the speed of a copy, except at "
-    f"{slowest:,} columns**, where it reaches {least:.0f} % and the fastest library, {name}, "
-    f"{100 * peer:.0f}. No library is more than 1 % faster"
-    + beaten_at("bfloat16")
-    + f". {about_quack(forward)}"
+    f"{slowest:,} columns**, where it reaches {least:.0f} %, against {100 * peer:.0f} for the "
+    f"fastest library, {name}. {beaten_at('bfloat16')} {about_quack(forward)}"
 )
 
 # %%
@@ -1445,8 +1460,8 @@ lab.read(
 # Reading
 slowest, least, others = in_short("float32")
 lab.read(
-    f"In float32 (fold) the operator reaches at least {least:.0f} %, and no library is more than "
-    "1 % faster" + beaten_at("float32") + "."
+    f"In float32 (see the fold), the operator reaches at least {least:.0f} %. "
+    + beaten_at("float32")
 )
 
 # %%
@@ -1490,13 +1505,13 @@ lab.together(
     if ahead
     else None,
     lab.read(
-        "More than 100 % means faster than PyTorch's copy, our yardstick. `torch.compile` gets the "
-        "call of PyTorch's layer norm and compiles it for each shape anew, in its default mode. "
-        "Liger and quack choose their own settings. quack takes weight and bias in float32 only; "
-        "the others get them in the dtype of `x`. Two timings of our kernels in bfloat16, in this "
-        f"chapter's figures and tables, differ by up to {scatter:.1f} points. In float32 the small "
-        f"kernel with the correction comes within {apart:.1f} points of the operator, up to 8,192 "
-        f"columns.{quack_elsewhere(forward)}"
+        "A value above 100 % means faster than PyTorch's copy, our yardstick. `torch.compile` "
+        "receives the call of PyTorch's layer norm and compiles it anew for each shape, in its "
+        "default mode. Liger and quack choose their own settings. quack accepts weight and bias in "
+        "float32 only; the others get them in the dtype of `x`. Two timings of our kernels in "
+        "bfloat16, taken from this chapter's figures and tables, differ by up to "
+        f"{scatter:.1f} points. In float32 the small kernel with the correction stays within "
+        f"{apart:.1f} points of the operator up to 8,192 columns.{quack_elsewhere(forward)}"
     ),
 )
 
@@ -1578,16 +1593,16 @@ called, alone, theirs, theirs_alone = (
     )
 )
 lab.read(
-    "The figures time the GPU alone. With the host's time, "
+    "The figures time the GPU alone. With the host included, "
     + (
         f"**our call takes {called[0]:.0f} µs for 16 rows of 1,024 columns, and PyTorch's "
-        f"{theirs[0]:.0f}**, because ours is prepared in Python and not in C++"
+        f"{theirs[0]:.0f}**, because ours is prepared in Python instead of C++"
         if called[0] > theirs[0]
         else f"our call takes {called[0]:.0f} µs for 16 rows of 1,024 columns, and PyTorch's "
         f"{theirs[0]:.0f}"
     )
-    + f". In a CUDA graph, which replays prepared launches, they take {alone[0]:.0f} and "
-    f"{theirs_alone[0]:.0f}."
+    + f". In a CUDA graph, which replays prepared launches, the two take {alone[0]:.0f} and "
+    f"{theirs_alone[0]:.0f} µs."
 )
 
 
@@ -1682,17 +1697,17 @@ beaten = {
 
 # Reading
 lab.read(
-    "**Rows whose length is not a multiple of 16 are slower.** At 4,100 columns "
+    "**Rows whose length is not a multiple of 16 can be much slower.** At 1,000 columns our kernel "
+    f"reaches {ours[1000]:.0f} % of a copy, but at 4,100 it reaches {ours[4100]:.0f}, "
     + (
-        f"ours and PyTorch's reach {ours[4100]:.0f} % of a copy"
+        "like PyTorch's"
         if round(ours[4100]) == round(shares[4100]["PyTorch"])
-        else f"ours reach {ours[4100]:.0f} % of a copy and PyTorch's "
-        f"{shares[4100]['PyTorch']:.0f}"
+        else f"where PyTorch's reaches {shares[4100]['PyTorch']:.0f}"
     )
-    + ", and at 4,101, where our threads must load single numbers, "
-    f"{ours[4101]:.0f} and {shares[4101]['PyTorch']:.0f}. "
+    + f". At 4,101, where its threads must load single numbers, it falls to {ours[4101]:.0f} %, "
+    f"and PyTorch's to {shares[4101]['PyTorch']:.0f}. "
     + " ".join(
-        f"{name} is faster than ours at {' and '.join(lengths)} columns."
+        f"{name} is faster at {' and '.join(lengths)} columns."
         for name, lengths in beaten.items()
         if lengths
     )
@@ -1729,9 +1744,9 @@ rows.append(
 lab.together(
     lab.read(
         "A thread loads several numbers at once only if the compiler can prove that they are "
-        "aligned, and Triton tells it of a length only whether 16 divides it. So the operator "
-        "passes `UNIT`, the greatest power of two that divides the length and the stride of the "
-        "rows. The chapter on the first kernel shows its use."
+        "aligned, and Triton tells the compiler only whether 16 divides a length. The operator "
+        "therefore passes `UNIT`, the greatest power of two that divides the length and the stride "
+        "of the rows. The chapter on the first kernel shows how to use it."
     ),
     lab.table(
         rows,
@@ -1739,19 +1754,20 @@ lab.together(
     ),
     lab.read(
         f"Where 2, 4 or 8 divides the length, `UNIT` makes the kernel {min(more):.1f} to "
-        f"{max(more):.1f} times as fast. In odd lengths nothing is gained. "
+        f"{max(more):.1f} times as fast. At odd lengths it does not help. "
         + (
-            f"Rows of 8,188 reach {ours[8188]:.0f} %, so most of what rows of 4,100 lose probably "
-            "goes with their padding: it is nearly half of the block of 8,192 that they need, and "
-            "almost nothing in a row of 8,188."
+            f"Rows of 8,188 reach {ours[8188]:.0f} %, so padding probably causes most of the loss "
+            "at 4,100: it fills nearly half of the block of 8,192 in such a row, and almost "
+            "nothing in a row of 8,188."
             if ours[8188] - ours[4100] > 0.5 * (even["Kernel Book"] - ours[4100])
-            else "The padding is not what costs most in rows of 4,100, because rows of 8,188 reach "
-            f"{ours[8188]:.0f} %, although they have almost none."
+            else "Padding is not the main cost in rows of 4,100: rows of 8,188, which have almost "
+            f"none, reach {ours[8188]:.0f} %."
         )
     ),
     lab.read(
-        "Packed rows come in aligned pairs, which rules out an odd number of columns, for example. "
-        "Such rows of 16-bit numbers are kept whole up to 16,384 columns, and split beyond that."
+        "Packing needs aligned pairs, which rules out an odd number of columns, for example. The "
+        "operator keeps such rows of 16-bit numbers whole up to 16,384 columns and splits longer "
+        "ones."
     ),
 ) if ours else None
 
@@ -1759,9 +1775,9 @@ lab.together(
 # What breaks it
 # --------------
 #
-# Three mistakes make layer norm silently wrong: the variance from *squares*, the mean *not
-# corrected*, and deviations without ``tl.where``. In the last, each zero of the *padding*, which
-# here fills a block of 1,024, adds the square of the mean:
+# Three mistakes make layer norm silently wrong: taking the variance from *squares*, leaving the
+# mean *not corrected*, and omitting ``tl.where``. With the third, each zero of the *padding*, which
+# here fills up a block of 1,024, adds the square of the mean:
 #
 # .. code-block:: python
 #
@@ -1817,7 +1833,7 @@ for mean, n_cols in ((3, 1024), (3, 1000), (3, 520), (0, 1000)):
     rows.append(row | {"computed": f"{v.item():.3f}"})
 lab.table(
     rows,
-    "Wrong variances beside right ones, and a wrong output",
+    "Wrong variances next to right ones, and a wrong output",
 )
 
 # %%
@@ -1830,34 +1846,35 @@ y, wrong = (
 )
 missed = ((wrong - y).abs() > 1e-3 + 1e-3 * y.abs()).double().mean().item()
 lab.read(
-    "Rows without padding hide the last mistake, and rows from `torch.randn` nearly do, because "
-    "their means are near 0: a test of 33 such rows of 1,000, with a tolerance of 0.001, finds "
+    "Rows without padding hide the third mistake, and rows from `torch.randn` nearly do, "
+    "because their means are close to 0: a test of 33 such rows of 1,000 columns, with a tolerance "
+    "of 0.001, finds "
     + ("nothing." if missed == 0 else f"{100 * missed:.1f} % of the elements wrong.")
-    + " So test with padding and a mean that is not 0."
+    + " Test with padding and a mean that is not 0."
 )
 
 # %%
 # What we did not measure
 # -----------------------
 #
-# - Why the loop and PyTorch's kernel stay, in long rows, below what their reads allow.
-# - How fast the packed kernel is without ``afresh``, or with another number of pieces.
+# - Why the loop and PyTorch's kernel fall short, in long rows, of what their reads allow.
+# - How fast the packed kernel is without ``afresh`` or with a different number of pieces.
 # - Why whole rows of 32,768 columns are slower without weight and bias.
-# - Why split rows stay far below a copy, and why quack falls so low.
+# - Why split rows in bfloat16 stay far below a copy, and why quack falls so low.
 #
 # In short
 # --------
 #
-# A kernel that holds a row on chip goes through it three times for the price of one read. The
-# variance keeps its digits because the mean comes first and, in float32, is corrected. Longer rows
-# stay on chip packed in pairs, or shared by several programs. The gradients, in
-# :doc:`/chapters/layer_norm_backward`, sum across rows as well.
+# A kernel that holds a row on the chip passes over it three times for the price of one read. The
+# variance keeps its digits because we compute the mean first and, in float32, correct it. Longer
+# rows stay on the chip packed in pairs or shared by several programs. The gradients, the subject of
+# :doc:`/chapters/layer_norm_backward`, also need sums across rows.
 #
 # Exercises
 # ---------
 #
-# **1. RMS norm.** Leave out the mean: :math:`y_j = x_j\, w_j / \sqrt{\tfrac{1}{N} \sum x_k^2 +
-# \epsilon}`. Write the kernel. Does it need ``tl.where``?
+# **1. RMS norm.** This variant leaves out the mean: :math:`y_j = x_j\, w_j / \sqrt{\tfrac{1}{N}
+# \sum x_k^2 + \epsilon}`. Write its kernel. Does it need ``tl.where``?
 
 # %%
 
@@ -1883,15 +1900,15 @@ lab.check("RMS norm", [lab.Case("(6, 300)", "forward", y, theirs, truth, factor=
 
 # %%
 # **2. A fused residual.** Networks add the input of a block to its output and normalise the sum.
-# Write one kernel that writes the sum, because it is needed again, and its layer norm. How many
+# Write one kernel that stores both the sum, which is needed again, and its layer norm. How many
 # bytes does it save?
 
 # %%
 
 # Solution: a fused residual
 #
-# Separately, the addition reads 2 and writes 1, and layer norm reads 1 and writes 1: 5 in all.
-# Fused, the kernel reads 2 and writes 2: 4 in all. This saves a fifth of the bytes, and a launch.
+# As two kernels, the addition reads 2 and writes 1, and layer norm reads 1 and writes 1: 5 in all.
+# The fused kernel reads 2 and writes 2: 4 in all. This saves a fifth of the bytes and one launch.
 
 
 @triton.jit
@@ -1920,14 +1937,14 @@ lab.check(
 
 # %%
 # **3. One reduction.** The formula of Chan, Golub and LeVeque merges two triples of count, mean and
-# sum of squared deviations. Compute the mean and the variance of a row with *one* ``tl.reduce``,
-# where an element enters as :math:`(1, x_j, 0)`, and one past the end as :math:`(0, 0, 0)`.
+# sum of squared deviations. Compute the mean and the variance of a row with *one* ``tl.reduce``, in
+# which an element enters as :math:`(1, x_j, 0)` and padding as :math:`(0, 0, 0)`.
 
 # %%
 
 # Solution: one reduction
 #
-# Each merge rounds, so 16 times PyTorch's error is allowed.
+# Since each merge rounds, we allow 16 times PyTorch's error.
 
 
 @triton.jit

@@ -3,14 +3,15 @@ Layer norm backward, without a lock
 ===================================
 
 In the backward pass of layer norm, every row of a batch adds to the gradient of the same weight.
-*How do hundreds of programs add to one array without a race, and without waiting for each other?*
+Done carelessly, these additions get lost or cost most of the kernel's speed. *How can hundreds of
+programs add to one array without a race, and without waiting for each other?*
 
 You will learn
 
-- how the gradient of layer norm comes down to two means per row, ``c1`` and ``c2``;
+- how the gradient of layer norm reduces to two means per row, ``c1`` and ``c2``;
 - why a program should sum many rows before it hands over anything;
-- what an atomic add, a lock and partial sums cost, and which give the same bits in every run;
-- what a lock has to order besides its own variable.
+- what an atomic add, a lock and partial sums cost, and which gives the same bits in every run;
+- which memory accesses a lock has to order.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -51,10 +52,10 @@ lab.start("layer_norm_backward", "kernelbook.ops.layer_norm")
 # ----------------------
 #
 # Layer norm computes :math:`y_j = \hat{x}_j w_j + b_j`, where :math:`\hat{x}` is the row shifted to
-# mean 0 and scaled to variance 1. Its backward pass is given ``dy``, the gradient of the loss with
-# respect to ``y``, and computes the gradients of ``x``, of the weight and of the bias. The forward
-# pass has stored ``mean`` and ``rstd``, the reciprocal of the standard deviation: two numbers per
-# row, which spare the backward pass an extra read of the row.
+# mean 0 and scaled to variance 1. Its backward pass receives ``dy``, the gradient of the loss with
+# respect to ``y``, and computes the gradients of ``x``, the weight and the bias. The forward pass
+# has already stored two numbers per row, ``mean`` and ``rstd``, the reciprocal of the standard
+# deviation, which save the backward pass an extra read of the row.
 
 
 def simple_backward(x, w, mean, rstd, dy):
@@ -67,37 +68,37 @@ def simple_backward(x, w, mean, rstd, dy):
 
 
 # %%
-# PyTorch runs each operation as a :term:`kernel` of its own. For each row of :math:`N` elements,
-# these kernels read :math:`16 N` and write :math:`9 N`. One kernel that reads ``x`` and ``dy`` once
-# and writes ``dx`` moves :math:`3 N`, which is 12 % of :math:`25 N`. So this function, timed by the
-# first of the bars above, can reach about 12 at most on their scale.
+# PyTorch runs each operation as a separate :term:`kernel`. For each row of :math:`N` elements,
+# these kernels read :math:`16 N` numbers and write :math:`9 N`. A single kernel that reads ``x``
+# and ``dy`` once and writes ``dx`` moves only :math:`3 N`, which is 12 % of :math:`25 N`. This
+# function, the first of the bars above, can therefore reach at most about 12 on their scale.
 #
 # The idea
 # --------
 #
-# The difficulty is that the backward pass sums in two directions. ``c1`` and ``c2`` are means
-# *along a row*, so the :term:`program` that owns the row computes them alone. The gradients of
-# weight and bias are sums *down the columns*, to which every row contributes, and the rows belong
-# to different programs, which run at the same time and in no fixed order.
+# A single kernel is difficult because the backward pass sums in two directions. ``c1`` and ``c2``
+# are means *along a row*, which the :term:`program` that owns the row can compute alone. The
+# gradients of weight and bias, however, are sums *down the columns*: every row contributes, and the
+# rows belong to different programs, which run at the same time and in no fixed order.
 #
-# A sum stands at 3, and two programs have 3 and 4 to add. If both read it before either stores,
-# the one that finishes last wins. This is a *race*:
+# Suppose a sum stands at 3, and two programs add 3 and 4 to it. If both read it before either
+# stores, whichever finishes last wins. This is a *race*:
 #
 # .. image:: /figures/layer-norm-race.svg
 #    :alt: Program A reads 3 from memory, and then program B reads 3. A stores 3 + 3, so that memory
 #          holds 6. B stores 3 + 4, and memory holds 7, where it should hold 10.
 #
 # An *atomic add* cannot lose an addition, because the hardware reads, adds and writes in one step.
-# A *lock* cannot either, because under it programs add one at a time. But under both, all programs
-# meet at the same addresses, once per row if each is added on its own. And the rounding
-# can differ from run to run, because whoever comes first adds first. Both can be avoided:
+# Neither can a *lock*, which lets programs add only one at a time. But either way, all programs
+# meet at the same addresses, once per row if each row is added separately. The rounding can also
+# differ from run to run, since whoever comes first adds first. We can avoid both problems:
 #
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    Each program sums *many rows* in registers before it hands over anything, so that there is
-#    little to hand over. It then stores this *partial sum* where nobody else writes, so that no
-#    program waits to add, and a second kernel adds the partial sums in an order that never changes.
+#    Each program sums *many rows* in registers before it hands over anything, which leaves little
+#    to hand over. It then stores this *partial sum* where no other program writes, so that no
+#    program waits to add. A second kernel adds the partial sums in an order that never changes.
 #
 # .. image:: /figures/layer-norm-partials.svg
 #    :alt: Six rows of x and dy and three programs. Program 0 takes rows 0 and 3, program 1 rows 1
@@ -107,15 +108,16 @@ def simple_backward(x, w, mean, rstd, dy):
 # The mathematics
 # ---------------
 #
-# The gradient of a row needs two means, because layer norm ignores two changes of the row. If one
-# small number is added to every element, :math:`\hat{x}` and the loss stay as they are. To first
-# order this changes the loss by that number times the sum of ``dx``, so the sum must be 0. If the
-# deviations from the mean are scaled, :math:`\hat{x}` also stays as it is, apart from epsilon, so
-# the dot product of ``dx`` with :math:`\hat{x}` is nearly 0. So the backward pass takes two parts
-# away from the gradient that arrives at :math:`\hat{x}`: its mean, ``c2``, and its part along
-# :math:`\hat{x}`, which is :math:`\hat{x}` times a number, ``c1``.
+# The gradient of a row needs two means, because layer norm ignores two changes to the row. If we
+# add one small number to every element, :math:`\hat{x}` stays the same, and so does the loss. To
+# first order, however, the loss changes by that number times the sum of ``dx``, which must
+# therefore be 0. If we scale the deviations from the mean, :math:`\hat{x}` again stays the same,
+# apart from epsilon, so the dot product of ``dx`` with :math:`\hat{x}` is nearly 0. For both
+# reasons, the backward pass removes two parts from the gradient that arrives at :math:`\hat{x}`:
+# its mean, ``c2``, and its component along :math:`\hat{x}`, which is :math:`\hat{x}` times a
+# number, ``c1``.
 #
-# Here is the forward chapter's row of eight, with its mean :math:`m` and ``rstd`` :math:`r`,
+# Let us take the forward chapter's row of eight, with its mean :math:`m` and ``rstd`` :math:`r`,
 # weights of 2 and no epsilon. Only its first output has a gradient, 4:
 
 
@@ -152,7 +154,7 @@ lab.table(
             ("dx", dx_of_eight, "left * r"),
         )
     ],
-    "A gradient arrives at the row of eight",
+    "The gradient of a row of eight, step by step",
 )
 
 # %%
@@ -168,16 +170,16 @@ def output_of_eight(first):
 grown = 4 * (output_of_eight(1.001) - output_of_eight(1.0))
 assert abs(grown / 0.001 - dx_of_eight[0, 0]) < 0.01
 lab.read(
-    f"What is left sums to {remains.sum():.0f}, and its dot product with `xhat` is "
-    f"{(remains * hat).sum():.0f}. A nudge confirms the first number of "
-    "`dx`. The loss is four times the first output, because `dy` is 4, and with 1.001 in place of "
-    f"the 1 it grows by {grown:.4f}, {dx_of_eight[0, 0]:.0f} times the nudge. To the first column "
-    f"of `dw` this row adds `dy * xhat` = {(dy_of_eight * hat)[0, 0]:.0f}, and to that of `db` it "
-    f"adds `dy` = {dy_of_eight[0, 0]:.0f}.".replace("-", "−")
+    f"The line `left` sums to {remains.sum():.0f}, and its dot product with `xhat` is "
+    f"{(remains * hat).sum():.0f}. A nudge confirms the first number of `dx`. Because `dy` is 4, "
+    "the loss is four times the first output; raising the first element from 1 to 1.001 makes it "
+    f"grow by {grown:.4f}, {dx_of_eight[0, 0]:.0f} times the nudge. This row adds `dy * xhat` = "
+    f"{(dy_of_eight * hat)[0, 0]:.0f} to the first column of `dw`, and `dy` = "
+    f"{dy_of_eight[0, 0]:.0f} to that of `db`.".replace("-", "−")
 )
 
 # %%
-# In general, weight and bias act on each element separately:
+# In general, the weight and the bias act on each element separately:
 #
 # .. math::
 #
@@ -187,8 +189,8 @@ lab.read(
 #    d\hat{x}_j &= w_j\, dy_j
 #    \end{aligned}
 #
-# The first two are summed over all rows. The code calls the last one ``wdy``. What is left of it
-# is the gradient of :math:`x`, with :math:`r` for ``rstd``:
+# The first two are summed over all rows. The code calls the third ``wdy``. Stripped of the two
+# parts, and scaled by :math:`r`, which is ``rstd``, it becomes the gradient of :math:`x`:
 #
 # .. math::
 #
@@ -203,7 +205,7 @@ lab.read(
 #    The row :math:`x` has mean :math:`m` and variance :math:`v`, and
 #    :math:`r = 1 / \sqrt{v + \epsilon}`.
 #
-#    *Step 1* is the action of weight and bias, above.
+#    *Step 1* is the action of the weight and the bias, above.
 #
 #    *Step 2.* The deviation :math:`u = x - m \mathbf{1}`, with :math:`\mathbf{1}` the column of
 #    ones, is a matrix :math:`P` times :math:`x`:
@@ -224,7 +226,7 @@ lab.read(
 #       &= -\tfrac{1}{N}\, r^3\, u^\top
 #       \end{aligned}
 #
-#    Epsilon is not dropped, because the sum in brackets to the power :math:`-3/2` is just
+#    This drops no epsilon: the sum in brackets, raised to the power :math:`-3/2`, is exactly
 #    :math:`r^3`.
 #
 #    *Step 4.* By the product rule, the derivative of :math:`\hat{x} = r\, u` has two terms, and
@@ -235,18 +237,19 @@ lab.read(
 #       \frac{\partial \hat{x}}{\partial u} = r I - \tfrac{1}{N}\, r^3\, u\, u^\top
 #       = r \big( I - \tfrac{1}{N} \hat{x} \hat{x}^\top \big)
 #
-#    *Step 5.* Times :math:`P`, this is the Jacobian of :math:`\hat{x}` with respect to :math:`x`.
-#    The mean of :math:`\hat{x}` is 0 already, so that :math:`\hat{x}^\top P = \hat{x}^\top`, and
+#    *Step 5.* Multiplied by :math:`P`, this is the Jacobian of :math:`\hat{x}` with respect to
+#    :math:`x`. The mean of :math:`\hat{x}` is already 0, so :math:`\hat{x}^\top P = \hat{x}^\top`,
+#    and
 #
 #    .. math::
 #
 #       J = r \big( I - \tfrac{1}{N} \mathbf{1} \mathbf{1}^\top
 #                   - \tfrac{1}{N} \hat{x} \hat{x}^\top \big)
 #
-#    *Step 6.* :math:`J` is symmetric, so :math:`dx = J\, d\hat{x}`, and no matrix need be built:
-#    :math:`\mathbf{1} \mathbf{1}^\top / N` times a vector is its mean, and
-#    :math:`\hat{x} \hat{x}^\top / N` times it is :math:`\hat{x}` times another mean. These are the
-#    formulas above.
+#    *Step 6.* :math:`J` is symmetric, so :math:`dx = J\, d\hat{x}`. We need not build any matrix:
+#    :math:`\mathbf{1} \mathbf{1}^\top / N` times a vector gives its mean, and
+#    :math:`\hat{x} \hat{x}^\top / N` times the vector gives :math:`\hat{x}` times another mean.
+#    These are the formulas above.
 
 
 # Measuring
@@ -298,9 +301,8 @@ assert worst < 1e-14
 
 # Reading
 lab.read(
-    "The formulas and steps 2 to 6 agree with automatic differentiation in float64: the largest "
-    "difference is "
-    f"{worst:.0e}."
+    "Steps 2 to 6 and the formulas agree with automatic differentiation in float64; the largest "
+    f"difference is {worst:.0e}."
 )
 
 # %%
@@ -308,7 +310,7 @@ lab.read(
 # -------------------
 #
 # How many rows should a program take? Its sums are two rows of float32, written once and read once:
-# 16 bytes per column, however many rows it sums. Each row of 16-bit numbers is 6 bytes per
+# 16 bytes per column, however many rows it sums. Each row of 16-bit numbers costs 6 bytes per
 # column, for ``x``, ``dy`` and ``dx``.
 
 
@@ -332,26 +334,26 @@ def bytes_by_rows(axes):
 
 
 lab.sketch(
-    "What a program moves, by the rows it sums",
-    "Bars of bytes per element. x, dy and dx are 6 bytes in each. The sums add 16 with one row a "
+    "Memory traffic, by the rows that a program sums",
+    "Bars of bytes per element. x, dy and dx are 6 bytes in each. The sums add 16 with one row per "
     "program, 8 with two, 2 with eight and 0.25 with 64.",
     bytes_by_rows,
     height=2.4,
 )
 
 # %%
-# With one row per program, the sums would be most of the traffic, and with 64 rows they hardly
-# count. So we launch only about as many programs as fit on the GPU's :term:`SMs <SM>` (streaming
-# multiprocessors) at once; a figure below tries out how many. Each loops over its rows and keeps
-# its sums ``dw`` and ``db`` in :term:`registers <register>`.
+# With one row per program, the sums would be most of the traffic; with 64 rows, they hardly count.
+# We therefore launch only about as many programs as fit on the GPU's :term:`SMs <SM>` (streaming
+# multiprocessors) at once; a later figure tries several numbers. Each program loops over its rows
+# and keeps its sums, ``dw`` and ``db``, in :term:`registers <register>`.
 
 lab.source(sum_my_rows)
 
 # %%
-# Program 0 of three takes rows 0, 3, 6 and so on. From ``c1`` to ``dx`` the loop is the formulas
-# above, in the same names. ``cols`` are the columns of a row, padded to a power of two. In the
-# padding ``dy`` is 0, so it adds nothing to any sum. This small kernel is for float32; the book's
-# package converts 16-bit numbers to float32 first.
+# With three programs, program 0 takes rows 0, 3, 6 and so on. From ``c1`` to ``dx``, the loop
+# follows the formulas above, with the same names. ``cols`` holds the columns of a row, padded to a
+# power of two. The padding adds nothing to any sum, because ``dy`` is 0 there. This small kernel
+# expects float32; the book's package converts 16-bit numbers to float32 first.
 
 # %%
 
@@ -369,30 +371,30 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 exact, half, brain = counted.values()
 assert exact == 5000
 lab.read(
-    "The sums are `tl.float32` there as well, because a long sum in 16 bits stops "
+    "The package also keeps its sums in `tl.float32`, because a long sum in 16 bits stops "
     f"growing: a `db` of {exact:,.0f} ones ends at {half:,.0f} in float16, which has 11 "
     f"significant bits, and at {brain:,.0f} in bfloat16, which has 8."
 )
 
 # %%
-# The three ways to hand over these sums differ only in the lines after ``sum_my_rows``.
+# The three ways of handing over these sums differ only in the lines after ``sum_my_rows``.
 #
-# The shortest way: an atomic add
-# -------------------------------
+# First way: an atomic add
+# ------------------------
 #
-# All programs share one *buffer* in main memory, two rows of zeros at first, and an
-# :term:`atomic` add puts each number into it in one indivisible step:
+# All programs share one *buffer* in main memory, initially two rows of zeros. An :term:`atomic` add
+# adds each number to it in one indivisible step:
 #
 # .. code-block:: python
 #
 #    tl.atomic_add(sums_ptr + cols, dw, mask=cols < n_cols, sem="relaxed")
 #    tl.atomic_add(sums_ptr + n_cols + cols, db, mask=cols < n_cols, sem="relaxed")
 #
-# ``sem`` says with which other memory accesses the add must be ordered. Here there are none,
-# because the sums are read only after the kernel has ended, so ``"relaxed"`` is enough.
+# ``sem`` says how the add must be ordered with respect to other memory accesses. Nobody reads the
+# sums before the kernel has ended, so ``"relaxed"``, which orders nothing, is enough.
 #
-# In one step the hardware adds only single numbers. To merge values that belong together, such as
-# the maximum and the sum of an online softmax, in a shared buffer, one takes a lock.
+# An atomic add, however, works on single numbers. To merge values that belong together in a shared
+# buffer, such as the maximum and the sum of an online softmax, we need a lock.
 
 
 # Measuring
@@ -474,29 +476,30 @@ def runs_differ():
 
 
 # %%
-# The general way: a lock
-# -----------------------
+# Second way: a lock
+# ------------------
 #
-# Under a lock, a program loads the buffer, adds to it and stores it, while all others stay out. The
-# lock is an integer, 0 if free and 1 if taken. A *compare-and-swap*, another atomic operation,
-# reads it, and writes 1 only if it read 0, in one indivisible step. So one program succeeds, and
-# the others try again. This cannot hang, because the program that holds the lock is running and
-# waits for nothing.
+# A program that holds the lock loads the buffer, adds to it and stores it, while all others stay
+# out. The lock is an integer, 0 if free and 1 if taken. A *compare-and-swap*, another atomic
+# operation, reads it and writes 1 only if it read 0, all in one indivisible step. One program
+# succeeds, and the others try again. The loop cannot hang, because the program that holds the lock
+# is running and waits for nothing.
 
 lab.source(lock_kernel)
 
 # %%
-# A bare swap orders the programs, but not their *memory accesses*: a store may wait in a queue, and
-# a load may find an outdated line in a cache. And only one of a program's many threads takes the
-# lock. So four things have to be ordered. Seen from one program, with the numbers of the listing:
+# A bare swap orders the programs but not their *memory accesses*: a store may still wait in a
+# queue, and a load may find an outdated line in a cache. Moreover, only one of a program's many
+# threads takes the lock. The kernel therefore has to guarantee four things, seen here from one
+# program and numbered as in the listing:
 #
 # 1. *My loads come after I have the lock.* The swap has ``acquire`` semantics: later loads of its
-#    thread are not moved before it, nor answered with what a cache held from before.
+#    thread neither move ahead of it nor return what a cache held before.
 # 2. *So do the loads of my other threads.* They wait at a *barrier*, ``tl.debug_barrier``, which no
 #    thread of the program passes before all have reached it.
-# 3. *All my stores come before I free the lock*, because of a second barrier.
+# 3. *All my stores come before I free the lock.* A second barrier ensures this.
 # 4. *Whoever sees the lock free also sees those stores.* The exchange that frees it has ``release``
-#    semantics, which, because of that barrier, cover the stores of all threads.
+#    semantics, which the second barrier extends to the stores of all threads.
 #
 # .. image:: /figures/layer-norm-lock.svg
 #    :alt: Program A takes the lock with acquire, passes a barrier, its threads load and store, it
@@ -512,7 +515,7 @@ lab.source(lock_kernel)
 # What breaks it: a lock without its protections
 # ----------------------------------------------
 #
-# To see what each protection prevents, we take it away in the numbered lines:
+# To see what each protection prevents, we remove one at a time from the numbered lines:
 #
 # .. code-block:: python
 #
@@ -522,8 +525,8 @@ lab.source(lock_kernel)
 #    tl.atomic_xchg(lock_ptr, 0, sem="relaxed")  # 4, without release
 #
 # Each of 500 programs adds one row to a buffer under the lock. The rows hold small integers, which
-# float32 adds exactly in any order, so any wrong sum has lost an addition. With rows of ones, the
-# sum counts the additions that arrived.
+# float32 adds exactly in any order, so a wrong sum must have lost an addition. If the rows hold
+# ones, the sum counts the additions that arrived.
 
 
 # Measuring
@@ -686,11 +689,15 @@ unharmed = [
 others = " or without ".join(unharmed)
 acquire = wrong["all but acquire"]
 lab.read(
-    f"Without `acquire` {'all' if acquire == 100 else f'{acquire:.0f} of'} 100 runs are wrong, so "
-    "the barriers cannot replace it. "
+    (
+        f"Without `acquire`, {'all' if acquire == 100 else f'{acquire:.0f} of'} 100 runs are "
+        "wrong: the barriers cannot replace it. "
+        if acquire
+        else ""
+    )
     + (
-        f"Without {others} no run is wrong. This does not show that they can be left out, because "
-        "without them the language promises no order."
+        f"Without {others}, no run is wrong. This does not show that we can leave them out, since "
+        "without them the GPU's memory model guarantees no order."
         if unharmed
         else ""
     )
@@ -702,8 +709,8 @@ lab.read(
 lab.together(
     lab.source(locked_sum_kernel),
     lab.read(
-        "Where the kernel asks for no barrier, this compiler adds the first by itself, as the PTX "
-        "shows."
+        "As the PTX shows, this compiler adds the first barrier by itself where the kernel asks "
+        "for none."
     )
     if barriers_left == 1
     else None,
@@ -723,18 +730,18 @@ lab.together(
 )
 
 # %%
-# The way without waiting: partial sums
-# -------------------------------------
+# Third way: partial sums
+# -----------------------
 #
-# All this order is needed only because programs share a buffer. If each gets one of its own, all
-# lines from the swap to the exchange become two stores, to rows that nobody else writes.
+# We need all this ordering only because the programs share a buffer. If each has its own, two
+# stores, to rows that no other program writes, replace all lines from the swap to the exchange.
 
 lab.source(partial_kernel, "no lock")
 
 # %%
-# A second kernel adds the buffers. To it a buffer is one row, ``dw`` and then ``db``, so its
-# ``n_cols`` counts both. Each program takes some columns, and adds ``BLOCK_ROWS`` buffers at a
-# time, in an order that is always the same.
+# A second kernel adds the buffers. It treats each buffer as one row, ``dw`` followed by ``db``, so
+# its ``n_cols`` counts both. Each program takes some of the columns and adds ``BLOCK_ROWS`` buffers
+# at a time, always in the same order.
 
 lab.source(sum_of_buffers)
 
@@ -746,7 +753,7 @@ lab.listing(
         "With an atomic add": atomic_kernel,
         "With partial sums": partial_kernel,
         "What the host does for the lock: one buffer of zeros, and a lock that is free": with_lock,
-        "What it does for partial sums: a buffer for each program": with_partial_sums,
+        "What the host does for partial sums: a buffer for each program": with_partial_sums,
     }
 )
 
@@ -764,7 +771,7 @@ for add_up in (with_atomics, with_lock, with_partial_sums):
         torch.testing.assert_close(mine.double(), true, rtol=1e-5, atol=1e-5)
         few_off = max(few_off, ((mine - true).abs().max() / true.abs().max()).item())
 lab.read(
-    "All three ways, with three programs for seven rows, give the gradients of float64 to "
+    "With three programs for seven rows, all three ways agree with the gradients in float64 to "
     f"within {few_off:.0e} of the largest element."
 )
 
@@ -772,9 +779,9 @@ lab.read(
 # What each way costs
 # -------------------
 #
-# The figure times the three ways on 32,768 rows of 1,024 columns, in float32, from 128 programs
-# that sum 256 rows each to 16,384 that sum two. 100 % is the speed of a copy of ``dy``, in bytes
-# per second. The time of partial sums includes the second kernel.
+# The figure times the three ways on 32,768 rows of 1,024 columns in float32. On the left, 128
+# programs sum 256 rows each; on the right, 16,384 programs sum two. 100 % is the speed of a copy of
+# ``dy``, in bytes per second. The time of partial sums includes the second kernel.
 
 # %%
 
@@ -845,15 +852,15 @@ of_x = 12 * 32768 // most
 many_of = of_ways["partial sums", most]
 allowed = 100 * of_x / (of_x + 16)  # x, dy, dx of float32, without the sums
 lab.read(
-    f"Partial sums are fastest with {best:,} programs. With the most programs they are slower than "
-    "the bytes of their sums explain (in the fold), and we did not measure what takes the rest, "
-    "nor what makes few programs slow. "
+    f"Partial sums are fastest with {best:,} programs. With the most programs, they are slower "
+    "than the bytes of their sums explain (in the fold). We did not measure where the rest of the "
+    "time goes, nor why few programs are slow. "
     + (
-        f"With 4,096 programs the atomic add is {lead:.0f} points ahead of the partial sums. "
+        f"With 4,096 programs, the atomic add is {lead:.0f} points ahead of partial sums. "
         if lead > 2
         else ""
     )
-    + "One lock is slow with any number of programs."
+    + "A single lock is slow with any number of programs."
 )
 
 # %%
@@ -886,11 +893,11 @@ said = {
     "atomic add": "with atomic adds",
 }
 lab.read(
-    "Each way ran a hundred times on one input. Compared with the first run, the last bits of `dw` "
-    "differ "
-    + ", ".join(f"in {runs_said(name)} {said[name]}" for name in together)
-    + f", and in {runs_said('partial sums')} with partial sums, because a second kernel adds these "
-    "in one order."
+    "We also ran each way a hundred times on one input and compared 99 results for `dw` with the "
+    "first. The last bits differ "
+    + " and ".join(f"in {runs_said(name)} {said[name]}" for name in together)
+    + f", {'but' if unlike.get('partial sums') == 0 else 'and'} in {runs_said('partial sums')} "
+    "with partial sums, which the second kernel adds in a fixed order."
 )
 
 # %%
@@ -910,7 +917,7 @@ lab.table(
             ("partial sums", "partial sums", "one per program", "anything"),
         )
     ],
-    f"Which way to take; speeds in % of a copy, on {ways.provenance['gpu']}",
+    f"Which way to choose; speeds in % of a copy, on {ways.provenance['gpu']}",
 ) if ways.rows else None
 
 # %%
@@ -956,11 +963,11 @@ share_of_sums = [  # two float32, written and read: 16 bytes; x, dy, dx: 6
 narrow = of_sums.get(1024, {"rows of sums": nan})["rows of sums"]
 lab.read(
     (
-        "Where the last bits do not matter, an atomic add is as fast and shorter. "
+        "Where the last bits do not matter, an atomic add is as fast and takes less code. "
         if atomics > -2
         else ""
     )
-    + "In the book's package, `layer_norm` uses partial sums. In bfloat16 they add at most "
+    + "In the book's package, `layer_norm` uses partial sums. In bfloat16, they add at most "
     f"{max(share_of_sums):.1f} % to the bytes of `x`, `dy` and `dx`, because each program sums "
     "many rows."
 )
@@ -970,17 +977,18 @@ lab.read(
 # Folded: Evidence: the bytes of many programs, a hundred runs, and the size of the buffers
 lab.together(
     lab.read(
-        f"In the figure, with {most:,} programs, 16 of every {of_x + 16} bytes belong to the sums. "
-        f"These bytes alone would allow {allowed:.0f} %, but partial sums reach {many_of:.0f} %. "
-        f"With {best:,} programs each sums {32768 // best} rows."
+        f"With {most:,} programs in the figure, 16 of every {of_x + 16} bytes belong to the sums. "
+        f"These bytes alone would still allow {allowed:.0f} %, but partial sums reach only "
+        f"{many_of:.0f} %. With {best:,} programs, each sums {32768 // best} rows."
     ),
     lab.read(
-        "The hundred runs under locks are those of the kernel of the next section, with 64 locks. "
-        "Another GPU may take another number of programs and give other bits."
+        "The hundred runs under locks, of which there are 64, and those with partial sums used the "
+        "kernel of the next section; those with atomic adds used the small kernel. Another GPU may "
+        "use another number of programs and give other bits."
     ),
     differ,
     lab.read(
-        f"At 1,024 columns `layer_norm` launches {narrow:.0f} programs, each of which takes two "
+        f"At 1,024 columns, `layer_norm` launches {narrow:.0f} programs, each of which takes two "
         "rows at a time."
     ),
     lab.table(
@@ -1002,17 +1010,17 @@ lab.together(
 )
 
 # %%
-# Many rows or no lock
-# --------------------
+# What each half of the idea is worth
+# -----------------------------------
 #
-# The key idea has two halves, summing many rows and storing without a lock. The kernel of
+# The key idea has two halves: summing many rows, and storing without a lock. The kernel of
 # ``layer_norm`` can do one without the other, because it can also take a lock. It differs from the
-# small kernels: it takes 16-bit numbers, its programs can share 64 buffers with a lock each, and it
-# *loads ahead*: it copies its next rows into :term:`shared memory` while it works on a row. It has
-# no atomic add.
+# small kernels: it accepts 16-bit numbers, its programs can share 64 buffers with one lock each,
+# and it *loads ahead*, copying its next rows into :term:`shared memory` while it works on the
+# current one. It has no atomic add.
 #
-# A *tile* is two rows of 1,024 columns, or one longer row. Where each program takes one tile, sums
-# are handed over *every tile*, and where it takes many, *once*.
+# A *tile* is two rows of 1,024 columns, or one longer row. A program that takes one tile hands over
+# its sums *every tile*; one that takes many hands over *once*.
 
 
 # Measuring
@@ -1132,8 +1140,8 @@ at_once = {
 }
 change = {row["way"]: row for row in changes.rows}
 apart = (
-    "The figure does not show how much of this is due to loading ahead, which only a program with "
-    "a next tile can do."
+    "The figure does not show how much of this comes from loading ahead, which only a program "
+    "with a next tile can do."
 )
 gains, alone = [nan], nan
 if change:
@@ -1142,8 +1150,8 @@ if change:
         for way in ("64 locks", "partial sums")
     ]
     apart = (
-        "Most of this comes from summing many rows, because loading ahead, which only a program "
-        f"with a next tile can do, adds only {max(gains):.0f} % or less (in the fold)."
+        "Most of this comes from summing many rows: loading ahead, which only a program with a "
+        f"next tile can do, adds at most {max(gains):.0f} % (in the fold)."
     )
     alone = change["one lock"]["once"]
 behind = {
@@ -1155,24 +1163,26 @@ tile_lock, tile_sums = (
     race_share[name, 8192] for name in ("lock per tile", "partial sums per tile")
 )
 lab.read(
-    f"At 1,024 columns, handing over once instead of every tile makes the locks {of_lock:.0f} "
-    f"times as fast, and partial sums {of_sums_alone:.0f} times. {apart}"
+    "At 1,024 columns, handing over once instead of every tile makes the kernel "
+    f"{of_lock:.0f} times as fast with locks and {of_sums_alone:.0f} times with partial sums. "
+    f"{apart}"
 )
 
 # %%
 
 # Reading
 lab.read(
-    f"The lock matters less: handing over once, 64 locks are {behind.get(1024, nan)} points behind "
-    f"partial sums, and at 8,192 columns {behind.get(8192, nan)}. "
+    "The lock matters less. When programs hand over once, 64 locks are "
+    f"{behind.get(1024, nan)} points behind partial sums at 1,024 columns and "
+    f"{behind.get(8192, nan)} at 8,192. "
     + (
-        "Handing over every tile, the locks even win there; we did not measure why. "
+        "When they hand over every tile, the locks even win at 8,192; we did not measure why. "
         if tile_lock > tile_sums + 1
         else ""
     )
     + (
-        "But a single lock is slow even if each program takes it once (in the fold), so locks cost "
-        "little only where they are many and rarely taken."
+        "But a single lock is slow even if each program takes it once (in the fold): locks come "
+        "close to partial sums only where they are many and rarely taken."
         if alone < race_share["lock per program", 1024] / 2
         else ""
     )
@@ -1183,33 +1193,33 @@ lab.read(
 # Folded: The operator's kernels whole, and one change at a time
 lab.together(
     lab.read(
-        f"Loading ahead makes handing over once {min(gains):.0f} to {max(gains):.0f} % faster with "
-        "64 locks and with partial sums. With a single lock this kernel reaches only "
-        f"{alone:.0f} % of a copy."
+        "When programs hand over once, loading ahead makes the kernel "
+        f"{min(gains):.0f} to {max(gains):.0f} % faster with 64 locks and with partial sums. With "
+        f"a single lock, it reaches only {alone:.0f} % of a copy."
     )
     if change
     else None,
     lab.table(
         changes.rows,
-        "bfloat16, 1,024 columns, % of a copy; timed on its own, so that a number can differ from "
-        f"the figure's by some points, on {gpu}",
+        "bfloat16, 1,024 columns, % of a copy; timed separately, so a number can differ from "
+        f"the figure's by a few points, on {gpu}",
     )
     if changes.rows
     else None,
     lab.listing(
         {
-            "The kernel for whole rows, which takes several short rows at once; UNIT, which "
+            "The kernel for whole rows, which takes several short rows at once. UNIT, which "
             "divides the length of a row, tells the compiler how many numbers a thread may load "
             "at once": row_bwd_kernel,
             "How it hands over its sums: without a lock, locks_ptr is None": hand_over,
-            "The means from both sums of a row; two_sums computes these in one reduction. The "
-            "padding of a row of equal and huge numbers would make c1 NaN, where it is 0": (
+            "The means from both sums of a row, which two_sums computes in one reduction. In a row "
+            "of equal and huge numbers, the padding would make c1 NaN, where it is 0": (
                 means_of
             ),
-            "What autograd calls, which computes only the gradients that are requested. PyTorch's "
-            "dispatcher knows the kernels as one operator, so that torch.compile treats them as "
-            "one node of its graph; gradients of gradients, which are rare, are computed by "
-            "PyTorch's own operations": gradient,
+            "The function that autograd calls, which computes only the gradients requested. "
+            "PyTorch's dispatcher knows the kernels as one operator, so torch.compile treats them "
+            "as one node of its graph. PyTorch's own operations compute gradients of gradients, "
+            "which are rare": gradient,
         }
     ),
 )
@@ -1218,9 +1228,9 @@ lab.together(
 # Is it right?
 # ------------
 #
-# All gradients are compared with float64. Their error may be at most twice PyTorch's own, or one
-# unit in the last place (:term:`ulp`). In float32 a larger error is allowed, because the
-# hardware's reciprocal square root and the order of a long sum cost accuracy; the fold tells by how
+# We compare all gradients with float64. Their error may be at most twice PyTorch's own or one unit
+# in the last place (:term:`ulp`), whichever is larger. In float32 we allow a larger error, because
+# the hardware's reciprocal square root and the order of a long sum cost accuracy; the fold says how
 # much.
 
 
@@ -1284,13 +1294,13 @@ lab.read(f"`layer_norm`{first.rstrip('.')}.")
 # Folded: All checks, and those with a lock
 lab.together(
     lab.read(
-        "In float32 `dx` may have four times PyTorch's error, because the hardware's reciprocal "
-        "square root may be wrong by two units in the last place, and `dw` and `db` eight times, "
-        "because the error of a sum over many rows depends on its order."
+        "In float32, `dx` may have four times PyTorch's error, because the hardware's reciprocal "
+        "square root may be off by two units in the last place. `dw` and `db` may have eight "
+        "times PyTorch's error, since the error of a sum over many rows depends on its order."
     ),
     lab.read(
-        "The lock is not part of the public function, so its check calls the layer below; it "
-        "allows `dx` as much as `dw` and `db`."
+        "The public function does not offer the lock, so its check calls the layer below. This "
+        "check allows `dx` the same error as `dw` and `db`."
     ),
     right,
     both_right,
@@ -1300,9 +1310,9 @@ lab.together(
 # How fast is it?
 # ---------------
 #
-# The whole backward pass is timed beside ``F.layer_norm`` in PyTorch and compiled, and beside Liger
-# and quack, two libraries of open-source kernels. The host's time counts for none of them. 100 % is
-# again the bytes per second of a copy.
+# We time the whole backward pass against ``F.layer_norm``, in PyTorch and compiled, and against
+# Liger and quack, two libraries of open-source kernels. Host time is excluded throughout. 100 % is
+# again the speed of a copy, in bytes per second.
 
 
 # Measuring
@@ -1380,13 +1390,13 @@ for row in losses:
         f"by {row['its %'] - row['our %']} points at {row['columns']:,} columns"
     )
 each = [
-    f"{library} in {dtype} {' and '.join(found)}"
+    f"{library} in {dtype}, {' and '.join(found)}"
     for (library, dtype), found in by_library.items()
 ]
 lab.read(
     f"{backward.summary(**in_dtypes[0])} "
     + (
-        f"In {len(losses)} of the {len(backward.points)} cases in bfloat16 and float32 a library "
+        f"In {len(losses)} of the {len(backward.points)} cases in bfloat16 and float32, a library "
         f"is ahead by more than 1 %: {'; '.join(each)}."
         if losses
         else "In neither bfloat16 nor float32 is a library ahead by more than 1 %."
@@ -1399,10 +1409,10 @@ lab.read(
 lab.together(
     lab.plot(backward, "Backward, float32", share=True, where={"dtype": "float32"}),
     lab.read(
-        f"In float32 the kernel reaches {min(in_float32):.0f} % to {max(in_float32):.0f} % of a "
-        "copy. All are called through autograd, except quack, whose backward kernels are called "
-        "directly with a float32 weight. A copy moves two numbers per element where the backward "
-        "pass moves three. There are 32,768 rows, or fewer where these would hold more than "
+        f"In float32, the kernel reaches {min(in_float32):.0f} % to {max(in_float32):.0f} % of a "
+        "copy. We call all of them through autograd, except quack, whose backward kernels we call "
+        "directly, with a float32 weight. A copy moves two numbers per element, the backward pass "
+        "three. There are 32,768 rows, or fewer where these would hold more than "
         f"{2**27:,} numbers."
     ),
 )
@@ -1418,21 +1428,22 @@ drop = [
     for n in (8192, 16384, 32768)
 ]
 lab.read(
-    f"In bfloat16 our line falls from {drop[0]:.0f} % at 8,192 columns to {drop[2]:.0f} % at "
-    "32,768, and this section looks for the cause."
+    f"In bfloat16, our line falls from {drop[0]:.0f} % at 8,192 columns to {drop[2]:.0f} % at "
+    "32,768. This section looks for the cause."
 ) if not drop[2] >= drop[1] - 5 else None
 
 # %%
-# Above 8,192 columns a row and its sums no longer fit in the registers of an SM, except rows of
-# 16,384 numbers of 16 bits, which stay *packed* in pairs. Any other wide row is shared by a *group*
-# of programs, each of which takes one part of it. Each column still belongs to one program, so
-# ``dw`` and ``db`` need no exchange. But ``c1`` and ``c2`` are sums over all parts, which the
-# programs exchange through *slots* of memory, as in :doc:`/chapters/softmax`, and so they wait for
-# each other.
+# Above 8,192 columns, a row and its sums no longer fit in the registers of an SM, with one
+# exception: 16-bit rows of 16,384 numbers, which stay *packed* in pairs. A *group* of programs
+# shares any other wide row, and each of them takes one part of it. Within the group, each column
+# belongs to one program, so ``dw`` and ``db`` need no exchange. But ``c1`` and ``c2`` are sums over
+# all parts. The programs exchange these through *slots* in memory, as in :doc:`/chapters/softmax`,
+# and have to wait for each other.
 #
-# So shared rows may be slow because programs wait, or because less is loaded ahead. In the last
-# line of the table the same kernel runs on rows of 2,048 columns, so that each part is a row of its
-# own, and nobody waits.
+# Shared rows may therefore be slow because programs wait, or because they load less ahead. In the
+# last line of the table, the same kernel runs on rows of 2,048 columns: each part is a row by
+# itself, and no program waits. The table, timed separately and without the second kernel, differs a
+# little from the figure.
 
 
 # Measuring
@@ -1470,13 +1481,13 @@ ahead = lab.measure("What an SM has requested ahead, bfloat16", loads_ahead)
 
 # Measuring
 CHANGES = [
-    ("whole, 8,192 columns", "as it is"),
+    ("whole, 8,192 columns", "unchanged"),
     ("whole, 8,192 columns", "no loads ahead"),
-    ("packed, 16,384 columns", "as it is"),
+    ("packed, 16,384 columns", "unchanged"),
     ("shared, 32,768 columns", "one program per SM"),
     ("shared, 32,768 columns", "two programs per SM"),
-    ("shared, 32,768 columns", "as it is"),
-    ("parts as rows, 2,048 columns", "as it is"),
+    ("shared, 32,768 columns", "unchanged"),
+    ("parts as rows, 2,048 columns", "unchanged"),
 ]
 kept = ("KiB ahead", "% of a copy")
 changed_rows = [
@@ -1485,7 +1496,7 @@ changed_rows = [
 ]
 lab.table(
     [changed_rows[place] for place in (0, 1, 2, 5, 6)],
-    f"KiB that an SM has requested ahead, and speed, on {gpu}",
+    f"How far ahead an SM loads, and the speed, on {gpu}",
 ) if ahead.rows else ahead
 
 # %%
@@ -1496,16 +1507,16 @@ def ahead_said():
     speeds = [row["% of a copy"] for row in ahead.rows] or [nan] * 7
     three, none, _, _, _, four, alone = speeds
     said = (
-        f"Waiting costs {alone - four:.0f} points: parts that are rows of their own reach "
+        f"Waiting costs {alone - four:.0f} points: parts that are rows by themselves reach "
         f"{alone:.0f} %. "
         if alone - four >= 5
-        else "Waiting is not the cause, because parts that are rows of their own are no faster "
-        "than shared rows. "
+        else "Waiting is not the cause: parts that are rows by themselves are no faster than "
+        "shared rows. "
     )
     if three - none >= 10:
         said += (
-            "Loading less ahead does not explain it alone, because even without loads ahead whole "
-            "rows are faster than shared rows, and what else holds these back remains open. "
+            "Loading less ahead is not the whole explanation, because whole rows are faster than "
+            "shared rows even without loads ahead. What else holds shared rows back remains open. "
             if none > four
             else f"Loading nothing ahead costs whole rows {three - none:.0f} points. "
         )
@@ -1513,7 +1524,7 @@ def ahead_said():
     ours = 100 * backward.share("Kernel Book", dtype="float32", columns=16384)
     if quack > ours + 1:
         said += (
-            f"The GPU need not be the limit: in float32 quack reaches {quack:.0f} % at 16,384 "
+            f"The GPU need not be the limit: in float32, quack reaches {quack:.0f} % at 16,384 "
             f"columns, where our shared rows reach {ours:.0f} %."
         )
     return said
@@ -1523,9 +1534,8 @@ def packed_said():
     three, none, packed = [row["% of a copy"] for row in ahead.rows][:3]
     return (
         f"Loading nothing ahead costs whole rows {three - none:.0f} points. Packed rows, which "
-        f"load nothing ahead either and are not shared, are {three - packed:.0f} points behind "
-        "whole rows. The table was timed on its own, without the second kernel, and differs a "
-        "little from the figure."
+        "also load nothing ahead and are not shared either, are "
+        f"{three - packed:.0f} points behind whole rows."
     )
 
 
@@ -1534,25 +1544,25 @@ lab.read(ahead_said())
 # %%
 # .. dropdown:: How the programs of a group wait less
 #
-#    In each iteration a program *publishes* the sums of its part of a row in a slot, *loads* its
-#    part of the next row, and *finishes* the row before, whose slots all programs had an iteration
-#    to fill:
+#    In each iteration, a program *publishes* the sums of its part of a row in a slot, *loads* its
+#    part of the next row, and *finishes* the previous row, whose slots all programs have had an
+#    iteration to fill:
 #
 #    .. image:: /figures/layer-norm-ahead.svg
 #       :alt: Four rows over four iterations of the loop. A row is loaded in one iteration,
 #             published in the next and finished in the one after. In iteration 1, row 1 is
 #             published, row 2 is loaded and row 0 is finished.
 #
-#    In the code, ``terms`` gives ``xhat`` and ``wdy``, and ``two_sums`` both sums in one reduction.
-#    ``to_slot`` makes 64 bits of them, and ``publish`` stores these at once, so that nobody reads
-#    one number without the other. ``collect`` takes the slots of all parts apart again, and
-#    ``means_of`` divides by the length of a row. ``before`` is the row before.
+#    In the code, ``terms`` computes ``xhat`` and ``wdy``, and ``two_sums`` computes both sums in
+#    one reduction. ``to_slot`` packs them into 64 bits, which ``publish`` stores at once, so that
+#    nobody reads one number without the other. ``collect`` unpacks the slots of all parts, and
+#    ``means_of`` divides by the length of a row. ``before`` is the previous row.
 #
-#    ``parts`` are 0 to 31, one for each thread of a :term:`warp`, so that in a row of 16 parts each
-#    slot is read twice (``% N_PARTS``), and counted once. With more parts than a warp has threads,
-#    ``LOOKS`` is at least the number of parts and at least ``THREADS``, so that each thread has
-#    slots of its own. If a slot stays empty for ``max_polls`` looks, the program computes all parts
-#    itself, and all its ``THREADS`` have to agree on that.
+#    ``parts`` runs from 0 to 31, one number for each thread of a :term:`warp`. In a row of 16
+#    parts, each slot is therefore read twice (``% N_PARTS``) but counted once. With more parts than
+#    a warp has threads, ``LOOKS`` is at least the number of parts and at least ``THREADS``, so that
+#    each thread has its own slots. If a slot stays empty for ``max_polls`` looks, the program
+#    computes all parts itself, a decision on which all its ``THREADS`` have to agree.
 
 
 # Measuring
@@ -1581,8 +1591,9 @@ lab.together(
     lab.read(packed_said()) if ahead.rows else None,
     lab.table(
         changed_rows,
-        "All that was measured. More programs per SM bring more loads ahead and more threads at "
-        f"work, which these rows do not separate; four use up the registers. On {gpu}",
+        "All measurements. More programs per SM bring more loads ahead and more active threads, "
+        "two effects that this table does not separate; four programs use up the registers. On "
+        f"{gpu}",
     )
     if ahead.rows
     else None,
@@ -1593,16 +1604,16 @@ lab.together(
 # In short
 # --------
 #
-# A gradient that sums over rows needs no lock. What makes it fast is that each program sums many
-# rows in registers before it hands over anything. Its partial sums then add few bytes, no program
-# waits to add, and a second kernel, which adds them in one order, gives the same bits in every run
-# on one GPU. Where the last bits do not matter, an atomic add is as fast.
+# A gradient that sums over rows needs no lock. It is fast when each program sums many rows in
+# registers before it hands over anything: the partial sums then add few bytes, and no program waits
+# to add. A second kernel adds them in a fixed order, which gives the same bits in every run on one
+# GPU. Where the last bits do not matter, an atomic add is as fast.
 #
 # Exercises
 # ---------
 #
 # **1. RMS norm.** Leave out the mean: :math:`y_j = x_j\, w_j / \sqrt{\tfrac{1}{N} \sum x_k^2 +
-# \epsilon}`. Which of ``c1`` and ``c2`` is left in its gradient? Write the kernel for ``dx``.
+# \epsilon}`. Which of ``c1`` and ``c2`` remains in its gradient? Write the kernel for ``dx``.
 
 # %%
 
@@ -1639,7 +1650,7 @@ theirs, truth = (
 lab.check("RMS norm", [lab.Case("(6, 300)", "dx", dx, theirs, truth, factor=4)])
 
 # %%
-# **2. Two invariants.** ``dx`` sums to 0, and is nearly orthogonal to :math:`\hat{x}`. How nearly?
+# **2. Two invariants.** ``dx`` sums to 0 and is nearly orthogonal to :math:`\hat{x}`. How nearly?
 # Derive :math:`\hat{x}^\top dx` from the Jacobian
 # :math:`J = r\, (I - \mathbf{1} \mathbf{1}^\top / N - \hat{x} \hat{x}^\top / N)`.
 
@@ -1647,9 +1658,9 @@ lab.check("RMS norm", [lab.Case("(6, 300)", "dx", dx, theirs, truth, factor=4)])
 
 # Solution: two invariants
 #
-# Because xhat sums to 0, xhat' J = r (1 - xhat' xhat / N) xhat'. The bracket is what epsilon takes
-# from the variance of xhat: with v, the variance of x, it is 1 - v r^2 = epsilon r^2. So the
-# product of xhat and dx is epsilon r^3 times the product of xhat and wdy, and 0 without epsilon.
+# Because xhat sums to 0, xhat' J = r (1 - xhat' xhat / N) xhat'. The bracket is the amount by which
+# epsilon lowers the variance of xhat: if x has variance v, it is 1 - v r^2 = epsilon r^2. The dot
+# product of xhat and dx is therefore epsilon r^3 times that of xhat and wdy, and 0 without epsilon.
 
 x, w, dy = torch.randn(3, 300, dtype=torch.float64)
 eps = 0.1
@@ -1669,7 +1680,7 @@ torch.testing.assert_close(xhat @ dx[0], eps * r**3 * (xhat @ (w * dy)))
 #   ASPLOS 2019.
 # - Triton. `Layer normalization
 #   <https://triton-lang.org/main/getting-started/tutorials/05-layer-norm.html>`__, a tutorial. Its
-#   programs share several locks and take one for every row, which was not timed here.
+#   programs share several locks and take one for every row. We did not time it.
 
 # Closing
 reached = [backward.share("Kernel Book", dtype="bfloat16", columns=n) for n in COLUMNS]

@@ -2,16 +2,15 @@
 Measuring a kernel
 ==================
 
-Time one call of one kernel in five ways and you get five times, and some of them are not times of
-the kernel at all. *Which way measures the kernel, how far can its number be trusted, and
-what can make the same kernel several times slower?*
+Time one kernel call in five ways and you get five answers, some of which do not measure the kernel
+at all. *Which way does, how far can we trust its number, and what can make the same kernel several
+times slower?*
 
 You will learn
 
 - what each way of timing measures besides the kernel, and how to keep it out;
-- how many runs a claim needs, and how caches, clocks and power move a result;
-- how to judge a time by the roofline, and how to find the cause of a bad one with the compiler and
-  ``ncu``.
+- how many runs a claim needs, and how caches, clocks and power shift a result;
+- how to judge a time by the roofline, and how to explain a bad one with the compiler and ``ncu``.
 
 Without an NVIDIA GPU the scripts show the numbers of a recorded run.
 """
@@ -42,9 +41,9 @@ lab.start("measuring", "kernelbook.ops.dropout", "kernelbook.ops.softmax")
 # Five ways to time one call
 # --------------------------
 #
-# To make a kernel faster you first need a time that is the kernel's alone. We time the softmax of
-# :doc:`a later chapter </chapters/softmax>`, in bfloat16: it reads a matrix once and writes one as
-# large. The obvious way reads the clock before a call and after it.
+# To make a kernel faster, you first need a time that is the kernel's alone. We time the bfloat16
+# softmax of :doc:`a later chapter </chapters/softmax>`, which reads a matrix once and writes one of
+# the same size. The obvious way is to read the clock before and after the call.
 
 
 def clock(run):
@@ -56,16 +55,17 @@ def clock(run):
 
 # %%
 # This measures the wrong machine. Python runs on the :term:`host`, the CPU, which only queues work
-# for the GPU, as a waiter pins an order up in the kitchen and leaves long before the dish is ready.
+# for the GPU, like a waiter who pins an order up in the kitchen and leaves long before the dish is
+# ready.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    A call of a GPU operator is *asynchronous*: the host puts the kernel into a queue, called a
-#    :term:`stream`, and returns without waiting for it to end.
+#    A call to a GPU operator is *asynchronous*: the host puts the kernel into a queue, called a
+#    :term:`stream`, and moves on without waiting for it to finish.
 #
-# ``clock`` therefore measures how long the host takes to queue the work. So wait for the GPU:
-# ``torch.cuda.synchronize`` returns when the queue is empty.
+# ``clock`` therefore measures how long the host takes to queue the work. To include the kernel,
+# wait for the GPU: ``torch.cuda.synchronize`` returns once the queue is empty.
 
 
 def clock_and_wait(run):
@@ -77,9 +77,9 @@ def clock_and_wait(run):
 
 
 # %%
-# This time includes the whole kernel, but also what the host needs to launch it and to notice its
-# end. To leave the host out, let the GPU look at its own clock. A :term:`CUDA event` is a mark in
-# the queue, and the GPU notes the time at which it comes to the mark.
+# This time covers the whole kernel, but also what the host needs to launch it and to notice that it
+# has finished. To leave the host out, let the GPU read its own clock: a :term:`CUDA event` is a
+# marker in the queue, and the GPU records when it gets there.
 
 
 def events(run, before=lambda: None):
@@ -94,23 +94,23 @@ def events(run, before=lambda: None):
 
 
 # %%
-# Even this can measure the host. When the queue is empty, the GPU reaches the first event at once
-# and then waits until the host has launched the kernel, and the wait counts. So give the GPU
-# something else to do before the first event, a *pause*, while the host queues what follows
-# (``before`` is for that). In the picture, the orange span is what each way measures.
+# Even this can measure the host. If the queue is empty, the GPU reaches the first event at once and
+# then waits for the host to launch the kernel, and that wait counts. The cure is a *pause*:
+# ``before`` keeps the GPU occupied while the host queues everything else. The orange spans in the
+# picture show what each way measures.
 #
 # .. image:: /figures/measuring-timelines.svg
 #    :alt: Timelines of the host and the GPU for four ways of timing. The clock stops when the host
 #          has queued the kernel, long before the GPU has run it. With a wait it stops after the
 #          kernel, and includes the launch and the wait. Two events around a launch include the time
 #          in which the GPU waits for the host. After a pause, both events and the kernel are queued
-#          before the GPU comes to them, and the events enclose the kernel alone.
+#          before the GPU reaches them, and the events enclose the kernel alone.
 #
 # One effect of the previous run remains: a small input may still be in the :term:`L2` cache. In a
-# model it may be there or not, and we time the cold case, so the fifth way overwrites the cache
-# before the pause, with more zeros than any L2 holds. Here it is as one function. Its
-# pause, ``torch.cuda._sleep``, is private to PyTorch and counts clock cycles: two million take
-# about a millisecond, longer than the host needs to queue the call.
+# model, it may or may not be. We time the cold case: before the pause, the fifth way overwrites the
+# cache with more zeros than any L2 holds. This function does it all. Its pause,
+# ``torch.cuda._sleep``, is private to PyTorch and counts clock cycles: two million take about a
+# millisecond, longer than the host needs to queue the call.
 
 import statistics
 
@@ -134,8 +134,8 @@ def gpu_time(run, n=50):
 
 
 # %%
-# We try all five ways on a large softmax, 16,384 rows of 8,192 numbers, and a small one, 64 rows of
-# 1,024.
+# We try all five ways on a large softmax, 16,384 rows of 8,192 numbers, and on a small one, 64 rows
+# of 1,024.
 
 
 def pause():
@@ -270,8 +270,8 @@ lab.together(
     five_ways,
     lab.read(
         f"Around a call that does nothing, `clock_and_wait` shows {nothing['clock and wait']:.0f} "
-        f"µs and two events without a pause {nothing['events']:.0f}. The rest of what the host "
-        "adds to a softmax we have not separated into steps."
+        f"µs, and two events without a pause show {nothing['events']:.0f}. We have not broken down "
+        "the rest of what the host adds to a softmax."
     ),
 )
 
@@ -284,34 +284,30 @@ added = [
     for found in (large, small)
 ]
 lab.read(
-    f"`clock` gives the large softmax {large['clock']:.1f} µs of the {large[best]:.1f} that it "
-    "takes"
-    + (
-        ", and the small one more than the large. "
-        if small["clock"] > large["clock"]
-        else ". "
-    )
-    + "`clock_and_wait` and two events without a pause show "
-    f"{min(added):.0f} to {max(added):.0f} µs more than events after a pause, for both. "
-    "The difference is the host's: it is gone when the host works during a pause."
+    f"`clock` reports {large['clock']:.1f} µs for the large softmax, which takes "
+    f"{large[best]:.1f}"
+    + (", and more for the small one. " if small["clock"] > large["clock"] else ". ")
+    + "At both sizes, `clock_and_wait` and two events without a pause show "
+    f"{min(added):.0f} to {max(added):.0f} µs more than events after a pause. "
+    "This overhead is the host's: it disappears when the host works during a pause."
 )
 
 # %%
 
 # Reading
 lab.read(
-    f"The small softmax shrinks from {small['clock and wait']:.1f} µs to {small[best]:.1f} in "
-    f"the fifth way. Two events with nothing between them are {nothing[best]:.1f} µs apart already "
-    "(see the fold). We do not subtract these, because a kernel may overlap its events. So read a "
-    "time below some 20 µs as an upper bound."
+    f"The small softmax shrinks from {small['clock and wait']:.1f} µs by `clock_and_wait` to "
+    f"{small[best]:.1f} in the fifth way. Two events with nothing between them are already "
+    f"{nothing[best]:.1f} µs apart (see the fold), which we do not subtract, because a kernel may "
+    "overlap its events. Read a time below about 20 µs as an upper bound."
 )
 
 # %%
-# Most figures of this book are timed in the fifth way, because they compare kernels. A user who
-# waits for one answer waits for the host too, and ``clock_and_wait`` is then the honest way.
+# Most figures in this book compare kernels and therefore use the fifth way. A user who waits for
+# one answer also waits for the host, and then ``clock_and_wait`` is the honest way.
 #
-# **Is it right?** A kernel that does half of the work is fast. So before you time one, compare it
-# with float64 under a stated tolerance, and keep its sums in float32 (the fold shows both).
+# **Is it right?** A kernel that skips half of its work is fast. Before you time one, compare its
+# result with float64 under a stated tolerance, and keep its sums in float32 (the fold shows both).
 
 
 # %%
@@ -370,35 +366,36 @@ assert by_way["float16", "float32"] == by_way["float16, cast first", "float32"]
 # Folded: Why 0.01, added a thousand times, makes 4, and the errors of softmax and dropout
 lab.together(
     lab.read(
-        "A common error is a sum in too few bits. Add 0.01 a thousand times: the accumulator, "
-        f"which holds the sum, ends at {float(by_way['bfloat16', 'bfloat16']):.0f} instead of 10 "
-        f"if it is in bfloat16, and at {by_way['bfloat16', 'float32']} in float32, because 0.01 in "
-        f"bfloat16 is {torch.tensor(0.01, dtype=torch.bfloat16).item():.5f}. So numbers may be "
+        "A common error is to sum in too few bits. Add the bfloat16 number 0.01 a thousand times: "
+        "the accumulator, which holds the sum, ends at "
+        f"{float(by_way['bfloat16', 'bfloat16']):.0f} instead of 10 if it is in bfloat16 too, and "
+        f"at {by_way['bfloat16', 'float32']} if it is in float32, because 0.01 rounds to "
+        f"{torch.tensor(0.01, dtype=torch.bfloat16).item():.5f} in bfloat16. Numbers may be "
         "stored in 16 bits, but sums belong in 32."
     ),
     lab.source(sum_of_1000),
     lab.table(rows, "0.01, added a thousand times"),
     lab.read(
-        "The gap between neighbouring floats grows with the number. In bfloat16 it is 1/32 from 4 "
-        "on, so 4 + 0.01 is rounded back to 4 and the sum stops there. In float16 it does not "
-        "stop, but every addition is rounded to few bits. With a float32 accumulator little is "
-        "lost but the rounding of 0.01 itself. Casting the number to float32 first makes no "
-        "difference, because PyTorch casts before it adds: that a number was stored in 16 bits "
-        "costs it one rounding either way."
+        "The gap between neighbouring floats grows with their size. In bfloat16 it is 1/32 from 4 "
+        "on, so 4 + 0.01 rounds back to 4 and the sum stops growing. In float16 it keeps growing, "
+        "but every addition is rounded to few bits. With a float32 accumulator, little is lost "
+        "beyond the rounding of 0.01 itself. Casting the number to float32 first makes no "
+        "difference, since PyTorch casts before it adds: storing a number in 16 bits costs one "
+        "rounding either way."
     ),
     lab.read(
-        "The tolerance is twice PyTorch's own error, or one unit in the last place (ulp) where "
-        "that is more."
+        "The tolerance is twice PyTorch's own error or one unit in the last place (ulp), whichever "
+        "is larger."
     ),
     lab.check("What is timed", cases(), title="softmax and dropout"),
 )
 
 # %%
-# Pay the host once: CUDA graphs
-# ------------------------------
+# CUDA graphs
+# -----------
 #
-# A small kernel costs more on the host than on the GPU: each call takes tens of microseconds of
-# Python, which checks arguments, allocates the output and launches the kernel.
+# A small kernel, then, takes more time on the host than on the GPU: per call, Python spends tens of
+# microseconds checking arguments, allocating the output and launching the kernel.
 
 
 # Measuring
@@ -556,33 +553,34 @@ lab.together(
         host, "Where the host's time of one dropout goes", host_in_words, host_bars
     ),
     lab.read(
-        "We take a call of dropout apart, which has one part more than softmax, because it draws a "
-        "random seed. Each part is called in a series of twenty calls, and we show the fastest of "
-        "60 series, because other work of the host can only add to what the code itself needs. The "
-        f"call keeps the host for {took['dropout, drawing a seed']:.1f} µs. Drawing the seed takes "
-        f"{drawing:.1f} of them, the output {took['torch.empty_like']:.1f} and the launch "
-        f"{took['a cached launch']:.1f}; the remaining {rest:.1f} are the rest of the Python code "
-        "of `seeded_dropout`, the book's function, which checks its arguments and plans the "
-        f"launch. Triton's own launch, `kernel[grid](...)`, takes {took['kernel[grid](...)']:.1f}: "
-        "it looks at every argument to find the compiled kernel, which the book's operators "
-        "remember. PyTorch's `copy_`, whose host code is C++, is done with everything in "
-        f"{took['copy_ of PyTorch']:.1f}."
+        "We take apart a call to dropout, which has one part more than softmax because it draws a "
+        "random seed. We time each part in series of twenty calls and show the fastest of 60 "
+        "series, since other work on the host can only add to what the code itself needs. The call "
+        f"keeps the host busy for {took['dropout, drawing a seed']:.1f} µs: drawing the seed takes "
+        f"{drawing:.1f}, allocating the output {took['torch.empty_like']:.1f} and launching the "
+        f"kernel {took['a cached launch']:.1f}. The remaining {rest:.1f} µs go to the rest of the "
+        "Python code in `seeded_dropout`, the book's function, which checks its arguments and "
+        "plans the launch. Triton's own launch, `kernel[grid](...)`, takes "
+        f"{took['kernel[grid](...)']:.1f} µs, because it examines every argument to find the "
+        "compiled kernel, which the book's operators remember. PyTorch's `copy_`, whose host code "
+        f"is C++, finishes everything in {took['copy_ of PyTorch']:.1f} µs."
     ),
     lab.read(
-        "A call alone, timed with a wait, takes longer than one of many in a row, because many "
-        "share one wait, and the GPU works while the host queues the next:"
+        "A single call, timed with a wait, takes longer than one of many in a row, because many "
+        "calls share one wait and the GPU works while the host queues the next call:"
     ),
     in_a_row,
     lab.read(
-        "The host is also less steady than the GPU: five repeats of a thousand calls cost it "
+        "The host is also less steady than the GPU: in five repeats of a thousand calls, it took "
         f"{fastest:.0f} to {slowest:.0f} µs per call, and `clock` above shows "
         f"{large['clock']:.0f} and {small['clock']:.0f} for the same code."
     ),
 )
 
 # %%
-# A :term:`CUDA graph` records the launches of a piece of work and replays them with one call. We
-# time ten softmaxes of 1,024 columns with ``clock_and_wait``, called one by one and replayed.
+# A :term:`CUDA graph` lets many kernels share this cost: it records their launches and replays them
+# with one call. We time ten softmaxes of 1,024 columns with ``clock_and_wait``, called one by one
+# and replayed.
 
 
 def recorded_graph(run):
@@ -628,7 +626,7 @@ lab.table(
         | {what: f"{row[what]:.0f}" for what in ("one by one, µs", "as a graph, µs")}
         for row in graph.rows
     ],
-    "Ten softmaxes, by clock and wait",
+    "Ten softmaxes, timed with clock_and_wait",
 )
 
 # %%
@@ -646,27 +644,27 @@ as_graph, singly = (
 gains = [singly[rows] / as_graph[rows] for rows in bound]
 by_host = [singly[rows] for rows in bound]
 lab.read(
-    f"Up to {bound[-1]:,} rows the graph is {min(gains):.0f} to {max(gains):.0f} times as fast, "
-    "because one call replaces ten"
+    f"Up to {bound[-1]:,} rows, the graph is {min(gains):.0f} to {max(gains):.0f} times as fast, "
+    "because one call replaces ten."
     + (
-        " (one by one, more rows took less time: the host is unsteady, see the fold)"
+        " (One by one, more rows took less time: the host is unsteady, see the fold.)"
         if by_host[-1] < by_host[0] / 1.2
-        else " (the fold shows how unsteady the host is)"
+        else " (The fold shows how unsteady the host is.)"
         if max(by_host) > 1.2 * min(by_host)
         else ""
     )
-    + f". On {many:,} rows it gains {100 * (1 - as_graph[many] / singly[many]):.0f} %. So a graph "
-    "pays for kernels that are shorter than their launches."
+    + f" At {many:,} rows, it saves {100 * (1 - as_graph[many] / singly[many]):.0f} % of the time. "
+    "A graph pays off for kernels shorter than their launches."
 )
 
 # %%
 # The first calls
 # ---------------
 #
-# A call can take seconds and say nothing about the kernel: the first one compiles. We time
+# A kernel's first call can take seconds of compilation that say nothing about its speed. We time
 # four functions from their first call to their tenth: softmax's kernel; dropout's, chosen from nine
-# configurations (:term:`autotuning`); softmax under ``torch.compile``; and a matmul of
-# :term:`cuBLAS`. Guess: which first call takes longest?
+# configurations (:term:`autotuning`); softmax under ``torch.compile``; and a matmul from
+# :term:`cuBLAS`. Guess which first call takes longest.
 
 CALLS = (1, 2, 3, 10)
 
@@ -732,7 +730,7 @@ lab.table(
         for name, label in NAMES.items()
         if first.rows
     ],
-    "The first calls of four functions, by clock and wait",
+    "The first calls of four functions, timed with clock_and_wait",
 )
 
 # %%
@@ -743,35 +741,35 @@ slowest_first = max(NAMES, key=lambda name: times[name][0])
 ratio_of_first = times[slowest_first][0] / times[slowest_first][-1]
 lab.read(
     (
-        "Autotuning takes longest, as it compiles and times nine kernels: "
+        "Autotuning takes longest, since it compiles and times nine kernels: "
         if slowest_first == "Triton, autotuned"
-        else f"The longest first call is that of {NAMES[slowest_first]}: "
+        else f"The longest first call belongs to {NAMES[slowest_first]}: "
     )
     + f"{times[slowest_first][0] / 1e3:.1f} seconds, about {round(ratio_of_first, -4):,.0f} times "
-    "the tenth call. (We had Triton compile anew; usually it finds compiled kernels on disk.) The "
-    "kernels of cuBLAS come compiled, so its first call presumably sets the library up."
+    "the tenth call. (We made Triton compile anew; usually it finds compiled kernels on disk.) The "
+    "kernels of cuBLAS come compiled, so its first call presumably sets up the library."
 )
 
 # %%
 
 # Reading
 lab.read(
-    "So warm up with several calls"
+    "Always warm up with several calls"
     + (
-        ": the second is still slower than the tenth"
+        ": even the second is slower than the tenth"
         if all(found[1] > 1.1 * found[-1] for found in times.values())
         else ""
     )
-    + ". Use the same shapes, dtypes and options, since changing any of them can compile or choose "
-    "another kernel."
+    + ". Keep the shapes, dtypes and options of the measurement, since changing any of them can "
+    "compile or select another kernel."
 )
 
 # %%
-# Cold and warm
-# -------------
+# Cold and warm caches
+# --------------------
 #
-# To see for which inputs the flush matters, we copy tensors of growing size, from a cold cache and
-# from a warm one.
+# A warm-up also leaves its input in the cache, if it fits. To see for which inputs the flush
+# matters, we copy tensors of increasing size from a cold and from a warm cache.
 
 
 def copies():
@@ -850,22 +848,22 @@ alike = next(
     (mib for mib in gain if all(gain[m] < 1.01 for m in gain if m >= mib)), last
 )
 lab.read(
-    f"The cache helps most at {most:,} MiB, by a factor of {gain[most]:.2f}, "
+    f"The cache helps most at {most:,} MiB, by a factor of {gain[most]:.2f}. "
     + (
-        f"less at {fits:,} MiB, which would fit (we do not know why), "
+        f"It helps less at {fits:,} MiB, although that would fit (we do not know why), and hardly "
         if gain[fits] < gain[most]
-        else ""
+        else "It hardly helps "
     )
-    + f"and hardly at {last:,} MiB, which no cache holds. So a benchmark without a flush is right "
-    f"from {alike:,} MiB on and too fast below, unless your program leaves the input in the cache."
+    + f"at {last:,} MiB, which no cache holds. A benchmark without a flush is therefore right from "
+    f"{alike:,} MiB on and too fast below, unless your program leaves the input in the cache."
 )
 
 # %%
-# Ready-made loops
-# ----------------
+# Ready-made timing loops
+# -----------------------
 #
-# You need not write a loop: Triton and PyTorch have some. They differ in whether they keep
-# the host and the cache out of a time. We time three softmaxes in each.
+# You need not write the loop yourself: Triton and PyTorch provide several, which differ in whether
+# they keep the host and the cache out of a time. We time three softmaxes with each.
 
 
 # Measuring
@@ -972,13 +970,13 @@ in_graph = found_by("do_bench_cudagraph")[1]
 by_graph = 2 * 2 * 2048 * 4096 / in_graph / 1e3  # read and written, in 16 bits
 spans = numpy.ceil(100 * (max(all_large) / min(all_large) - 1))
 lab.read(
-    f"On the large input all agree within {spans:.0f} %. On the others, the first two loops show "
-    f"{min(by_the_host):.0f} to {max(by_the_host):.0f} µs for both, because they "
-    "run at the pace of the host. `do_bench_cudagraph` shows the least: no flush, and no event "
+    f"On the large input, all agree within {spans:.0f} %. On the others, the first two loops run "
+    f"at the pace of the host and show {min(by_the_host):.0f} to {max(by_the_host):.0f} µs. "
+    "`do_bench_cudagraph` shows the shortest times, since it neither flushes nor records an event "
     "between two runs."
     + (
-        f" Its {in_graph:.1f} µs would be {by_graph:,.0f} GB/s, where no copy above passed "
-        f"{max(warm.values()):,}: much of this came from the cache."
+        f" Its {in_graph:.1f} µs would mean {by_graph:,.0f} GB/s, although no copy above exceeded "
+        f"{max(warm.values()):,}: much of the data came from the cache."
         if by_graph > 1.1 * max(warm.values())
         else ""
     )
@@ -993,16 +991,16 @@ agree = any(  # is do_bench right for one of the inputs?
 )
 lab.read(
     (
-        "So Triton's `do_bench`, with `return_mode='median'`, will do if a launch is shorter "
-        "than its flush, which then serves as the pause. If your call keeps the "
-        "host longer, use `gpu_time`. "
+        "Triton's `do_bench` with `return_mode='median'` will do if a launch is "
+        "shorter than its flush, which then serves as the pause. If your call keeps the host busy "
+        "for longer, use `gpu_time`. "
         if agree
-        else "So take `gpu_time`, because `do_bench` was off for each of these inputs. "
+        else "Use `gpu_time`, because `do_bench` was off for each of these inputs. "
         if suites.rows
         else f"{nan} "
     )
     + "`do_bench_cudagraph` suits a kernel that will be replayed in a graph, and "
-    "`torch.utils.benchmark` the pace of many calls in a row, host and all."
+    "`torch.utils.benchmark` measures the pace of many calls in a row, host included."
 )
 
 # %%
@@ -1012,20 +1010,20 @@ lab.together(
     lab.read(
         "`do_bench` has no pause, but its flush keeps the GPU busy while the host queues the kernel"
         + (
-            f", too briefly here: all but {by_book[0]:.0f} of its {flushed[0]:.0f} µs are the "
-            "host's."
+            f", though too briefly here: all but {by_book[0]:.0f} of its {flushed[0]:.0f} µs are "
+            "the host's."
             if flushed[0] > 1.2 * by_book[0]
             else ", long enough for this launch."
         )
-        + " It returns the mean unless it is called with `return_mode='median'`, as here."
+        + " It returns the mean unless you call it with `return_mode='median'`, as we do."
         + (
-            " In the long series of the first two loops the host is quicker than in the single "
+            " In the long series of the first two loops, the host is faster than in the single "
             "calls above."
             if max(by_the_host) < small["clock"]
             else ""
         )
-        + " Each loop was run three times, in an order drawn anew; the table shows the median, and "
-        "how far the three were apart."
+        + " We ran each loop three times, in an order drawn anew; the table shows the median and "
+        "how far apart the three were."
     ),
     suites,
 )
@@ -1034,10 +1032,10 @@ lab.together(
 # Clocks and power
 # ----------------
 #
-# The same kernel can be slower at the end of a long job, because a GPU lowers its clocks when it
-# would otherwise exceed its *power limit*. We time four kernels after 0.4 seconds of rest, and
-# again on a GPU kept busy for as long. Guess which suffers most: a matmul of random numbers or of
-# zeros, or a copy of random numbers or of ones?
+# Even in a good loop, a kernel can slow down late in a long job, because a GPU lowers its clocks
+# when it would otherwise exceed its *power limit*. We time four kernels after 0.4 seconds of rest,
+# and again after the GPU has been busy for as long. Guess which suffers most: a matmul of random
+# numbers or of zeros, or a copy of random numbers or of ones.
 
 
 # Measuring
@@ -1160,7 +1158,7 @@ def load_in_words(rows):
 
 def load_bars(axes, rows):
     turns = "; lines: least to most" if "slower, most, %" in rows[0] else ""
-    bars({"slower, %": ""}, f"% longer than rested{turns}")(axes, rows)
+    bars({"slower, %": ""}, f"% longer than at rest{turns}")(axes, rows)
     for place, row in enumerate(rows):
         if "slower, most, %" in row:  # from the least of the turns to the most
             ends = row["slower, least, %"], row["slower, most, %"]
@@ -1241,8 +1239,8 @@ by_clock = 100 * (from_mhz[names[0]] / to_mhz[names[0]] - 1)
 falls = clock_falls(names[0])
 low = watts[names[1]] < 0.9 * watts[names[0]]
 lab.read(
-    f"On a busy GPU the matmul of random numbers takes {slower[names[0]]:.1f} % longer"
-    + (", and its clock falls" if falls else "")
+    f"On a busy GPU, the matmul of random numbers takes {slower[names[0]]:.1f} % longer"
+    + (" and its clock falls" if falls else "")
     + (
         f", presumably because the GPU draws nearly its limit of {limit[names[0]]:.0f} W: "
         "`nvidia-smi` gives the power cap as the reason."
@@ -1252,8 +1250,8 @@ lab.read(
         else "."
     )
     + (
-        f" The matmul of zeros takes {slower[names[1]]:.1f} % longer too, at only "
-        f"{watts[names[1]]:.0f} W" + ", and there we do not know why (see the fold)."
+        f" The matmul of zeros also takes {slower[names[1]]:.1f} % longer, although it draws only "
+        f"{watts[names[1]]:.0f} W, and we do not know why (see the fold)."
         if low and clock_falls(names[1])
         else ""
     )
@@ -1268,17 +1266,17 @@ lab.read(
 
 # Reading
 lab.read(
-    f"On a busy GPU, zeros take {100 * (1 - zeros / random):.0f} % less time than random numbers"
+    f"On a busy GPU, zeros need {100 * (1 - zeros / random):.0f} % less time than random numbers"
     + (
-        ", and far less power, presumably because bits that do not change cost little"
+        " and far less power, presumably because bits that do not change cost little"
         if low
         else ""
     )
-    + ". So **never time a matmul on zeros**, or on memory that nobody has filled, and read the "
-    "clock beside a time, with `nvidia-smi -q -d CLOCK,PERFORMANCE`."
+    + ". **Never time a matmul on zeros**, or on memory that nobody has filled, and whenever you "
+    "read a time, read the clock too, with `nvidia-smi -q -d CLOCK,PERFORMANCE`."
     if random > 1.02 * zeros
-    else f"The busy matmul takes {random:,.0f} µs on random numbers and {zeros:,.0f} on zeros, so "
-    "that on this machine the numbers hardly matter. To see whether a clock falls, and why, ask "
+    else f"On a busy GPU, the matmul takes {random:,.0f} µs on random numbers and {zeros:,.0f} on "
+    "zeros, so on this machine the numbers hardly matter. To see if a clock falls, and why, ask "
     "`nvidia-smi -q -d CLOCK,PERFORMANCE`."
 )
 
@@ -1289,12 +1287,12 @@ reason = works[names[1]].get("reason", "not readable")
 signed = [f"{slower[name]:+.1f}".replace("-", "−") for name in copies_of]
 lab.together(
     lab.read(
-        "In each of four turns the GPU rests for 0.4 seconds and runs a batch of ten, then is kept "
-        "busy for as long and runs another. The power comes from `nvidia-smi`, the clock from how "
-        "long a pause of known cycles takes after each batch. "
+        "In each of four turns, the GPU rests for 0.4 seconds and runs a batch of ten, then stays "
+        "busy for as long and runs another. We read the power from `nvidia-smi`, and the clock "
+        "from how long a pause of known cycles takes after each batch. "
         + (
             "If the time of the matmul of random numbers followed its clock, it would be "
-            f"{by_clock:.0f} % longer; why it is less we do not know. "
+            f"{by_clock:.0f} % longer; we do not know why it is less. "
             if by_clock > slower[names[0]] + 3
             else ""
         )
@@ -1302,12 +1300,12 @@ lab.together(
             f"The clock of the matmul of zeros falls {clock_falls(names[1])} at "
             f"{watts[names[1]]:.0f} W"
             + (
-                f"; the reason that `nvidia-smi` gives is “{reason}”"
+                f"; `nvidia-smi` gives “{reason}” as the reason"
                 if reason not in ("not readable", "none")
                 else ""
             )
             + (
-                ", and why it falls at a power so far below the limit we do not know. "
+                ", and we do not know why it falls at a power so far below the limit. "
                 if low
                 else ". "
             )
@@ -1332,10 +1330,10 @@ lab.together(
             else ", which one measurement of each does not tell from chance."
         )
         + (
-            f" Even rested, the matmul of random numbers takes {rested[names[0]]:,.0f} µs where "
-            f"that of zeros takes {rested[names[1]]:,.0f}, with nearly the same clock counted "
-            "after both. It may have dipped during the runs; then power costs this matmul more "
-            "than the figure shows."
+            f" Even after a rest, the matmul of random numbers takes {rested[names[0]]:,.0f} µs "
+            f"and that of zeros {rested[names[1]]:,.0f}, although we count nearly the same clock "
+            "after both. The clock may have dipped during the runs, in which case power costs this "
+            "matmul more than the figure shows."
             if slowed_at_rest
             else ""
         )
@@ -1344,11 +1342,11 @@ lab.together(
 )
 
 # %%
-# Which difference is real?
-# -------------------------
+# Real and random differences
+# ---------------------------
 #
-# If one kernel takes 2 % less time than another, that may be chance, because equal runs do not take
-# equal time. Here are 2,000 of one softmax.
+# If one kernel takes 2 % less time than another, that may be chance: even identical runs take
+# different times, as 2,000 runs of one softmax show.
 
 
 PERCENT = (0, 1, 2, *range(5, 100, 5), 98, 99, 100)
@@ -1397,7 +1395,7 @@ def dots(axes, rows, runs=50):
             ha="center", xycoords=axes.get_xaxis_transform(),
         )  # fmt: skip
     axes.set(
-        xlabel=f"µs, by events, pause and flush; a dot is {runs} runs",
+        xlabel=f"µs, by events, pause and flush; one dot per {runs} runs",
         yticks=[], ylim=(-0.8, max(heights) + 0.8),
     )  # fmt: skip
     axes.grid(visible=False)
@@ -1436,11 +1434,11 @@ mean = numpy.trapezoid(list(times.values()), list(times)) / 100  # by the percen
 above = 100 * (mean / times[50] - 1)
 beyond = {share: 100 * (times[share] / times[50] - 1) for share in (80, 100)}
 lab.read(
-    f"Slow runs pull the mean up, here to {above:.1f} % above the median, so this book reports the "
-    "median, **p50**, and shows the spread as the band from **p20** to **p80**. More runs make a "
-    f"median surer: that of {SAMPLES[0]} runs is within {by_median[0]:.1f} % of that of all in 95 "
-    "of 100 samples, and "
-    f"that of {SAMPLES[1]}, the most in this book, within {by_median[1]:.1f} %."
+    f"Slow runs pull up the mean, here to {above:.1f} % above the median. This book therefore "
+    "reports the median, **p50**, and shows the spread as a band from **p20** to **p80**. More "
+    "runs make the median more certain: in 95 of 100 samples, the median of "
+    f"{SAMPLES[0]} runs lies within {by_median[0]:.1f} % of the median of all, and that of "
+    f"{SAMPLES[1]}, the most in this book, within {by_median[1]:.1f} %."
 )
 
 # %%
@@ -1493,9 +1491,9 @@ apart = {
 worst = apart["fixed"].index(max(apart["fixed"]))
 twins = by_order.rows[worst] if by_order.rows else {}
 lab.read(
-    "More runs do not help if all of them come after the same other kernel. We time one kernel "
-    "under two names in long batches, once in a **fixed order** (a large matmul, A, B) and once in "
-    "an order drawn anew for each round:" + ("" if by_order.rows else f" {nan}")
+    "More runs do not help, however, if all of them follow the same other kernel. We time one "
+    "kernel under two names in long batches, once in a **fixed order** (a large matmul, A, B) and "
+    "once in an order drawn anew for each round:" + ("" if by_order.rows else f" {nan}")
 )
 
 # %%
@@ -1518,20 +1516,20 @@ lab.table(
 
 # Reading
 lab.read(
-    "A comes right after the large matmul, and the order alone makes it differ from itself by "
-    f"{max(apart['fixed']):.1f} %, presumably because the matmul has lowered the clock. So each "
-    "round of the book's loop draws a new order."
+    "In the fixed order, A comes right after the large matmul. That alone makes the kernel differ "
+    f"from itself by {max(apart['fixed']):.1f} %, presumably because the matmul has lowered the "
+    "clock. The book's loop therefore draws a new order for each round."
     if max(apart["fixed"]) > max(1, 1.5 * max(apart["drawn"]))
-    else f"On this GPU the order did no more harm than chance ({max(apart['fixed']):.1f} %); on "
-    "another it may, so each round of the book's loop draws a new one."
+    else f"On this GPU, the order did no more harm than chance ({max(apart['fixed']):.1f} %). On "
+    "another it may, so the book's loop draws a new order for each round."
 )
 
 # %%
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    Time the same thing under two names, and believe no difference smaller than theirs. This is
-#    called an :term:`A/A test`.
+#    In an :term:`A/A test`, we time the same kernel under two names. Believe no difference smaller
+#    than the one it shows.
 
 # %%
 
@@ -1577,11 +1575,11 @@ counts_as_none = max(1, numpy.ceil(10 * max(by_median[-1], resolved)) / 10)
 occasions = small[best], cell(suites, "this book's", sizes[0])
 elsewhere = max(occasions) > (1 + counts_as_none / 100) * min(occasions)
 lab.read(
-    "We tried three kernels in the book's loop. A and B were never more than "
-    f"{resolved:.2g} % apart, so with some margin we count differences below {counts_as_none:g} % "
-    "as none. Compare only what **one loop** has timed"
+    "We ran this test on three kernels in the book's loop. A and B were never more than "
+    f"{resolved:.2g} % apart, so, with some margin, we treat differences below {counts_as_none:g} "
+    "% as none. Compare only times from **one loop**"
     + (
-        ", because from one occasion to the next a time can change by more (see the fold)."
+        ", because a time can change by more from one occasion to the next (see the fold)."
         if elsewhere
         else "."
     )
@@ -1593,29 +1591,31 @@ lab.read(
 lab.together(
     lab.read(
         f"One run in five takes at least {beyond[80]:.1f} % longer than the median, and the "
-        f"slowest {beyond[100]:.0f} %. The dots are placed by {len(PERCENT)} recorded percentiles "
-        "of the runs, from which we also took the mean, and drew the samples for the medians."
+        f"slowest takes {beyond[100]:.0f} % longer. We recorded {len(PERCENT)} percentiles of the "
+        "runs, and from these placed the dots, took the mean and drew the samples for the medians."
     ),
     lab.read(
         f"The book's loop makes {ROUNDS} rounds of {MOST_REPEATS} runs, or of {REPEAT_MS} "
-        "milliseconds of kernel time where that is less:"
+        "milliseconds of kernel time if that is less:"
     ),
     lab.source(_time_in_turn),
     lab.read(
-        "We ran it four times for each of three kernels, with the large matmul beside A and B."
+        "We ran it four times for each of three kernels, timing A and B along with the large "
+        "matmul."
         + (
-            " Another occasion changes a time by more: for the small softmax the fifth way found "
-            f"{occasions[0]:.1f} µs at first, and {occasions[1]:.1f} beside the ready-made loops."
+            " A different occasion changes a time by more: for the small softmax, the fifth way "
+            f"first found {occasions[0]:.1f} µs, and {occasions[1]:.1f} when compared with the "
+            "ready-made loops."
             if elsewhere
             else ""
         )
     ),
     in_the_loop,
     lab.read(
-        "An early version of this book timed in a fixed order, and what came after the matmul "
-        "looked slower than it is."
+        "An early version of this book timed kernels in a fixed order, and what came after the "
+        "matmul looked slower than it is."
         + (
-            " Not every kernel shows this: the large softmax, as A and B, does not."
+            " Not every kernel shows this effect: the large softmax, timed as A and B, does not."
             if apart["fixed"][0] < 0.5
             else ""
         )
@@ -1627,16 +1627,16 @@ lab.together(
 # The roofline
 # ------------
 #
-# To tell whether a time is good, ask for the shortest that the hardware allows. The weighted sum of
-# :doc:`the first chapter </chapters/first_kernel>` multiplies and adds once for each number of 2
-# bytes, and until the next number arrives the GPU could do many such operations, so memory sets its
-# pace. Attention uses each number hundreds or thousands of times, so the
-# :term:`matrix units <matrix unit>` set it.
+# To judge a time that we trust, we compare it with the shortest that the hardware allows. The
+# weighted sum of :doc:`the first chapter </chapters/first_kernel>` multiplies and adds once for
+# each 2-byte number. The GPU could do many such operations before the next number arrives, so
+# memory sets the pace. In attention, which uses each number hundreds or thousands of times, the
+# :term:`matrix units <matrix unit>` do.
 #
-# Let a kernel move :math:`Q` bytes and do :math:`W` floating-point operations (FLOPs),
-# on a GPU that can move :math:`\beta` bytes and do :math:`\pi` FLOPs per second. Its time :math:`T`
-# is at least that of the slower of the two, so on one GPU its speed :math:`P = W / T` has a ceiling
-# set by its :term:`arithmetic intensity` :math:`I = W / Q`:
+# Suppose a kernel moves :math:`Q` bytes and does :math:`W` floating-point operations (FLOPs), on a
+# GPU that can move :math:`\beta` bytes and do :math:`\pi` FLOPs per second. Its time :math:`T` is
+# at least that of the slower of these two tasks. On a given GPU, its speed :math:`P = W / T`
+# therefore has a ceiling set by its :term:`arithmetic intensity` :math:`I = W / Q`:
 #
 # .. math::
 #
@@ -1646,13 +1646,13 @@ lab.together(
 #    \end{aligned}
 #
 # This is the :term:`roofline`. The two limits meet at :math:`I = \pi / \beta`, the *ridge*. Left of
-# it a kernel waits for memory, right of it for arithmetic. Both limits are measured
-# on the same GPU, by a copy and a matmul, so the roof can be reached.
+# it, a kernel waits for memory; right of it, for arithmetic. We measure both limits on the same
+# GPU, with a copy and a matmul, so the roof can be reached.
 #
-# **What breaks it: counting the wrong bytes.** :math:`Q` is what the job needs, and not what one
-# program for it happens to move. The five PyTorch operations at the beginning of
-# :doc:`/chapters/softmax` read and write eight matrices, where the job needs two. If we count all
-# eight, the waste passes for speed.
+# **What breaks it: counting the wrong bytes.** :math:`Q` is what the job needs, not what one
+# program happens to move. The five PyTorch operations at the beginning of :doc:`/chapters/softmax`
+# read and write eight matrices, although the job needs only two. If we count all eight, the waste
+# passes for speed.
 
 
 # Measuring
@@ -1697,13 +1697,14 @@ text = "The chapter on softmax has no record yet, so there is nothing to compare
 if results.find("softmax"):
     claimed, real, book = softmax_speeds()
     text = (
-        f"With 4,096 columns, the five operations seem to reach {claimed:,.0f} GB/s. By the bytes "
-        f"of the job they reach {real:,.0f}, and the book's kernel {book:,.0f}."
+        f"At 4,096 columns, the five operations then seem to reach {claimed:,.0f} GB/s. By the "
+        f"bytes needed, they reach {real:,.0f}, and the book's kernel {book:,.0f}."
     )
 lab.read(text)
 
 # %%
-# The figure shows the best point of each operator, in bfloat16 and once in FP8.
+# The figure shows the best point of each operator in bfloat16, and of attention also in FP8, under
+# a roof that NVIDIA states and we have not measured.
 
 # %%
 
@@ -1855,7 +1856,7 @@ lab.draw(
 )
 
 # %%
-# How near does each come to its roof, on every shape that took at least 20 µs?
+# The next figure shows how near each comes to its roof, on every shape that took at least 20 µs.
 
 
 # Drawing
@@ -1913,9 +1914,9 @@ placed = under_the_roof(machine.rows[0]) if machine.rows else {}
 waiting = [name for name, points in placed.items() if waits_for(points) == "memory"]
 *others, last_one = dict.fromkeys(name.partition(",")[0] for name in waiting) or [""]
 lab.read(
-    f"{', '.join(others).capitalize()} and {last_one} lie left of the ridge, which is at "
-    f"{ridge:,.0f} FLOPs per byte, so near the roof only fewer bytes can make them faster. "
-    "Attention lies right of it."
+    f"{', '.join(others).capitalize()} and {last_one} lie left of the ridge at {ridge:,.0f} FLOPs "
+    "per byte, so near the roof, only moving fewer bytes can make them faster. Attention lies to "
+    "the right of it."
 )
 
 # %%
@@ -1940,11 +1941,15 @@ below = [
     for _, share in placed.get(f"attention, {kind}", ())
 ]
 lab.read(
-    "Attention stays further from its roof, so it has most to gain: forward it reaches "
+    "Attention stays further from its roof and has the most to gain: its forward pass reaches "
     f"{lowest[1]:.0f} % "
-    + ("on its shortest sequences" if shortest else "at worst")
+    + ("on the shortest sequences" if shortest else "at worst")
     + f" and {top:.0f} % at best"
-    + (", and less backward and in FP8." if max(below, default=nan) < top else ".")
+    + (
+        "; its backward pass and FP8 version reach less."
+        if max(below, default=nan) < top
+        else "."
+    )
     + (
         " Softmax's backward pass can exceed 100 %, because it reads more than it writes (see the "
         "fold)."
@@ -1958,25 +1963,25 @@ lab.read(
 # Folded: How the figures count, and every operator in numbers
 lab.together(
     lab.read(
-        f"The copy reaches {beta:,.0f} GB/s and the matmul {pi:,.0f} TFLOP/s. The matmul is timed "
-        "after a rest, as every kernel of this book is; kept busy it did "
-        f"{hot:,.0f} TFLOP/s."
+        f"The copy reaches {beta:,.0f} GB/s and the matmul {pi:,.0f} TFLOP/s. We time the matmul "
+        f"after a rest, like every kernel in this book; on a busy GPU, it reached {hot:,.0f} "
+        "TFLOP/s."
         + (
-            " The roof of FP8, twice as high, is what NVIDIA states; we have not measured it."
+            " The FP8 roof, twice as high, is what NVIDIA states; we have not measured it."
             if in_fp8 > 0
             else ""
         )
     ),
     lab.read(
-        "FLOPs are counted by the formulas of each chapter (an exponential is one, random bits are "
-        "none) and bytes as inputs that are read once and outputs that are written once. Times "
-        "below 20 µs are left out, because the launch and the events are a large part of them. A "
-        "range in the table covers all shapes that the chapter timed. Its percentages can be lower "
-        "than those of a chapter, because a chapter divides by a copy as large as its own input, "
-        "and this roof is a copy of 1 GiB."
+        "We count FLOPs by the formulas of each chapter (an exponential is one, random bits are "
+        "none), and bytes as if each input were read once and each output written once. We leave "
+        "out times below 20 µs, of which the launch and the events are a large part. Each range in "
+        "the table covers all shapes that the chapter timed. The percentages can be lower than "
+        "those in a chapter, because a chapter divides by a copy as large as its own input, "
+        "whereas this roof is a copy of 1 GiB."
         + (
-            " A kernel that reads more than it writes can pass a copy, because reading alone can "
-            f"be faster: a kernel of the first chapter reached {1e3 * read_alone:,.0f} GB/s."
+            " A kernel that reads more than it writes can beat a copy, because reading alone can "
+            f"be faster: a kernel in the first chapter reached {1e3 * read_alone:,.0f} GB/s."
             if reads_faster
             else ""
         )
@@ -1996,16 +2001,16 @@ lab.together(
 )
 
 # %%
-# Why is it slow?
-# ---------------
+# The cause of a slow kernel
+# --------------------------
 #
-# A kernel far below its roof wastes something. To practise the search, we make one slow on purpose.
-# ``row``, the kernel of softmax, gets an option of the launch, ``maxnreg=32``, that leaves each
-# thread only 32 :term:`registers <register>`. If a thread needs more, the compiler must
-# :term:`spill` values to memory and read them back.
+# A kernel far below its roof wastes something. To practise the search, we make one slow on purpose:
+# we launch ``row``, the softmax kernel, with ``maxnreg=32``, which leaves each thread only 32
+# :term:`registers <register>`. If a thread needs more, the compiler must :term:`spill` values to
+# memory and read them back.
 #
-# **Ask the compiler.** A launch returns the compiled kernel, which knows its registers and spills,
-# both per thread:
+# **Ask the compiler.** A launch returns the compiled kernel, which reports its registers and spills
+# per thread:
 #
 # .. code-block:: python
 #
@@ -2084,7 +2089,7 @@ lab.table(
         for row in facts.rows
         if row["case"] == name
     ],
-    "A softmax of 32,768 × 4,096, beside a copy as large",
+    "A softmax of 32,768 × 4,096, against a copy of that size",
 )
 
 # %%
@@ -2098,14 +2103,14 @@ untouched, tight, spread_out = (
 rises = sorted(per_row, key=per_row.get) == sorted(per_row, key=limited.milliseconds_at)
 lab.read(
     (
-        f"With 32 registers instead of {needs:.0f} the kernel takes {untouched / tight:.1f} times "
+        f"With 32 registers instead of {needs:.0f}, the kernel takes {untouched / tight:.1f} times "
         "as long, because its threads spill. "
         if tight < 0.95 * untouched
-        else f"With 32 registers instead of {needs:.0f} the threads spill, and the kernel is as "
-        "fast all the same. "
+        else f"With 32 registers instead of {needs:.0f}, the threads spill, yet the kernel is just "
+        "as fast. "
     )
     + (
-        "Four warps help under the same limit: each thread holds fewer values."
+        "Four warps help under the same limit, since each thread then holds fewer values."
         + (" The time rises with the spills per row." if rises else "")
         if spread_out > 1.05 * tight
         else "More warps do not help."
@@ -2169,44 +2174,43 @@ code = lab.measure("The instructions of the softmax kernel", instructions)
 # Folded: In machine code: the instructions, counted, and how to read a line
 load = cell(code, "load", "times")
 became = (
-    f"With 32 registers, {cell(code, 'spill', 'times with 32 registers'):.0f} stores to local "
-    f"memory and {cell(code, 'spill, read back', 'times with 32 registers'):.0f} loads from it are "
-    "added, which is where spilled values live. These are more than the "
-    f"{cell(facts, '32 registers', 'spills'):.0f} spills in the table above, because that counts "
-    "places of 32 bits in memory, and a place holds several values in turn."
+    f"With 32 registers, the compiler adds {cell(code, 'spill', 'times with 32 registers'):.0f} "
+    "stores to local memory, where spilled values live, and "
+    f"{cell(code, 'spill, read back', 'times with 32 registers'):.0f} loads from it. That is more "
+    f"than the {cell(facts, '32 registers', 'spills'):.0f} spills in the table above, which counts "
+    "32-bit slots in memory: one slot holds several values in turn."
 )
 if code.rows and "first in PTX" in code.rows[0]:
-    became = "PTX does not show spills, because only `ptxas` decides them; see the table above."
+    became = "PTX shows no spills, because `ptxas` decides on them later; see the table above."
 line = str(cell(code, "load", "first in SASS")) if "SASS" in str(code.rows) else ""
 pattern = r"@(P\d) LDG\.E\.(\d+) R(\d+), desc\[\w+\]\[R(\d+)\.64\];"
 if parts := re.fullmatch(pattern, line):
     predicate, bits, into, address = parts[1], *map(int, parts.groups()[1:])
     text = (
-        f"`{line}` runs where the predicate {predicate} holds, which is the "
-        "mask of the load. It loads from global memory (`LDG`), with a 64-bit address (`E`), "
-        f"{bits} bits, into the registers R{into} to R{into + bits // 32 - 1}, from the address in "
-        f"R{address} and R{address + 1}."
+        f"`{line}` runs where the predicate {predicate}, the mask of the load, holds. It loads "
+        f"{bits} bits from global memory (`LDG`) into the registers R{into} to "
+        f"R{into + bits // 32 - 1}, from the 64-bit address (`E`) in R{address} and R{address + 1}."
     )
 else:
-    text = "A line names the operation, then where its result goes, then its inputs."
+    text = "Each line names the operation, then where its result goes, then its inputs."
 lab.together(
     lab.read(
-        "In the machine code of an NVIDIA GPU, called SASS, a spill is a store to a thread's own "
-        "memory and a load from it. Triton keeps SASS as `compiled.asm['sass']`, if `nvdisasm` is "
-        "there to write it down, and otherwise PTX, the language from which it is made, as "
+        "In SASS, the machine code of NVIDIA GPUs, a spill is a store to a thread's own memory and "
+        "a later load from it. If `nvdisasm` is installed, Triton provides the SASS as "
+        "`compiled.asm['sass']`; otherwise look at PTX, the language from which it is made, in "
         "`compiled.asm['ptx']`. The table counts the instructions of each kind, without a limit on "
-        "registers and with 32."
+        "registers and with a limit of 32."
     ),
     code,
     lab.read(
-        f"Each thread holds 64 numbers of 16 bits, and loads them with {load:.0f} instructions of "
-        f"{64 * 16 / load:.0f} bits, the widest there are. {became} {text}"
+        f"Each thread holds 64 numbers of 16 bits and loads them with {load:.0f} instructions of "
+        f"{64 * 16 / load:.0f} bits each, the widest there are. {became} {text}"
     ),
 )
 
 # %%
 # **Ask the counters.** NVIDIA's Nsight Compute, ``ncu``, runs a script and prints the hardware
-# counters that you name, for each launch of a kernel. These four tell most:
+# counters that you name for each kernel launch. These four tell you the most:
 #
 # .. code-block:: console
 #
@@ -2216,13 +2220,13 @@ lab.together(
 #    sm__throughput.avg.pct_of_peak_sustained_elapsed \
 #        python script.py
 #
-# If it answers ``ERR_NVGPUCTRPERM``, an administrator must permit counters first. By default it
-# fixes the clock and flushes the caches before each launch, so take bytes from it, and times from
-# ``gpu_time``.
+# If it answers ``ERR_NVGPUCTRPERM``, an administrator must first permit access to the counters. By
+# default, it fixes the clock and flushes the caches before each launch, so take bytes from it and
+# times from ``gpu_time``.
 #
-# We ask about three softmaxes whose input and output are 268 MB each: ``row``, the slow one above,
-# and ``online``, another kernel of the softmax chapter, which asks for every row twice. Guess:
-# how many bytes does ``online`` read?
+# We profile three softmaxes, each with an input and an output of 268 MB: ``row``; the slow one
+# above; and ``online``, another kernel of the softmax chapter, which loads every row twice. Guess
+# how many bytes ``online`` reads.
 
 # Measuring
 COUNTERS = {
@@ -2376,26 +2380,26 @@ read, twice, written = (
     count("written to HBM") / 1e6,
 )
 writes = (
-    ", and writes a little less (see the fold)"
+    " and writes a little less (see the fold)"
     if written < 0.98 * paper
     else " and writes no more"
     if written < 1.02 * paper
-    else f", and writes {written:.0f} MB"
+    else f" and writes {written:.0f} MB"
 )
 by_row = (
-    f"`row` reads what it must on paper{writes}. It keeps HBM busy at "
-    f"{count('HBM, of its peak'):.0f} %, which is as good as full: `row` came to "
-    f"{untouched:.0f} % of a copy above. So it waits for memory, as its place on the roofline says."
+    f"`row` reads what it must on paper{writes}. It keeps HBM {count('HBM, of its peak'):.0f} % "
+    f"busy, which is as good as full: in the table above, `row` reached {untouched:.0f} % of a "
+    "copy's speed. The kernel waits for memory, as its place on the roofline predicts."
     if read < 1.02 * paper
-    else f"`row` reads {read:.0f} MB from HBM, where {paper:.0f} would do."
+    else f"`row` reads {read:.0f} MB from HBM, although {paper:.0f} would do."
 )
 by_online = (
-    "`online` reads no more, so the second time it must have found the row in a cache."
+    "`online` reads no more, so it must have found each row in a cache the second time."
     if twice < 1.05 * paper
     else f"`online` reads {twice:.0f} MB, some bytes twice."
 )
 if "absent" in counts:
-    by_row = f"On this machine they could not be read: {counted.rows[0]['counter']}."
+    by_row = f"On this machine, we could not read them: {counted.rows[0]['counter']}."
 lab.read(by_row)
 
 # %%
@@ -2415,17 +2419,17 @@ if moved > 1.2 * 2 * paper:
         f"The slow kernel moves {moved / 2 / paper:.1f} times the bytes that its job needs, "
         "because much of what its threads spill passes through HBM (see the fold). "
         + (
-            f"HBM is busy at {share:.0f} %, so **busy alone proves nothing**: compare the bytes "
-            "with those on paper."
+            f"HBM is {share:.0f} % busy, so **busy alone proves nothing**: compare "
+            "the bytes with those on paper."
             if share > 0.7 * count("HBM, of its peak")
-            else f"Even so HBM is busy at only {share:.0f} %."
+            else f"Even so, HBM is only {share:.0f} % busy."
         )
     )
 elif moved > 0:
     found = (
-        f"For the slow kernel HBM moves hardly more than on paper, {moved:,.0f} MB, and is busy at "
-        f"only {share:.0f} %, so the spilled values stay in the caches: {local:,.0f} MB pass "
-        "through L1 on their account."
+        f"For the slow kernel, HBM moves hardly more than on paper, {moved:,.0f} MB, and is only "
+        f"{share:.0f} % busy, so the spilled values stay in the caches: they account for "
+        f"{local:,.0f} MB that pass through L1."
     )
 lab.read(found) if found else None
 
@@ -2441,11 +2445,11 @@ more_written, more_read = (
 )
 lab.together(
     lab.read(
-        "`ncu` runs a kernel several times to read all its counters. We left its clock free, with "
+        "`ncu` runs a kernel several times to read all its counters. We left the clock free, with "
         "`--clock-control none`."
         + (
-            f" Some {round(paper) - round(written)} MB of the output of `row` are probably still "
-            "in L2 when it ends, and so not written yet."
+            f" About {round(paper) - round(written)} MB of the output of `row` are probably still "
+            "in L2 when the kernel ends, and not written to HBM yet."
             if paper - written > 0.02 * paper
             else ""
         )
@@ -2456,8 +2460,8 @@ lab.together(
     lab.read(
         f"The threads of the slow kernel store {spilled_mb:,.0f} MB of spilled values and read "
         f"{back_mb:,.0f} back. HBM writes {more_written:,.0f} MB more than the job needs and reads "
-        f"{more_read:,.0f} more: most of what is spilled is written to HBM in the end, and most of "
-        "what is read back comes from a cache."
+        f"{more_read:,.0f} more: most of the spilled values are written to HBM in the end, and "
+        "most of what the threads read back comes from a cache."
         if more_read < 0.5 * back_mb and more_written > 0.5 * spilled_mb
         else f"The threads of the slow kernel store {spilled_mb:,.0f} MB of spilled values and "
         f"read {back_mb:,.0f} back, while HBM writes {more_written:,.0f} MB and reads "
@@ -2468,42 +2472,44 @@ lab.together(
 )
 
 # %%
-# So four numbers, beside those on paper, tell where to search. As a rule of thumb, :term:`HBM` or
-# an :term:`SM` is busy above 60 % of its peak.
+# These four numbers, compared with those on paper, tell you where to search. As a rule of thumb,
+# :term:`HBM` or an :term:`SM` is busy above 60 % of its peak.
 #
-# - *HBM above 80 %, and its bytes as on paper:* the kernel is near its roof. Move fewer bytes.
-# - *HBM busy with more bytes than on paper:* spills, a second read that no cache catches, or
+# - *HBM above 80 %, bytes as on paper:* the kernel is near its roof. Move fewer bytes.
+# - *HBM busy, more bytes than on paper:* look for spills, a second read that no cache catches, or
 #   neighbouring threads that do not load neighbouring addresses (:term:`coalescing`).
-# - *SMs busy:* fewer instructions, or :term:`matrix units <matrix unit>` for what is a matmul.
-# - *Both busy:* begin with the higher of the two.
-# - *Neither busy:* threads wait. Give each SM more :term:`warps <warp>`
-#   (:term:`occupancy`), or more loads at a time to each thread.
+# - *SMs busy:* use fewer instructions, or :term:`matrix units <matrix unit>` for any matmul.
+# - *Both busy:* begin with the busier of the two.
+# - *Neither busy:* threads wait. Give each SM more :term:`warps <warp>` (:term:`occupancy`), or
+#   each thread more loads at a time.
 
 # %%
 # A checklist
 # -----------
 #
-# If a time looks wrong:
+# If a time looks wrong, start from the symptom:
 #
 # - *Too fast to be true:* the call returned before the kernel had run. Wait for the GPU.
-# - *Tens of microseconds, whatever the kernel does:* that is the host. Pause before the first
+# - *Tens of microseconds, whatever the kernel does:* you timed the host. Pause before the first
 #   event.
-# - *Faster than the memory:* the input was in the cache. Flush the L2 before each run.
-# - *Seconds, at first:* that is compilation. Warm up with the same shapes, dtypes and options.
-# - *A different time on every run:* take the median of more runs.
-# - *A different time after a different kernel:* that may be the clock. Shuffle the order, and run
-#   an A/A test.
-# - *The GPU waits for the host:* replay a CUDA graph, if shapes and addresses stay the same.
-# - *Far below its roof:* print ``n_regs`` and ``n_spills``, then compare the bytes of ``ncu`` with
-#   those on paper.
+# - *Faster than memory allows:* the input was in the cache. Flush L2 before each run.
+# - *Seconds on the first call:* the kernel was compiling. Warm up with the same shapes, dtypes and
+#   options.
+# - *Different on every run:* equal runs vary. Take the median of more.
+# - *Different after another kernel:* the clock may have changed. Shuffle the order, and run an A/A
+#   test.
+# - *Dominated by the host:* launches outlast kernels. Replay a CUDA graph, if shapes and addresses
+#   stay the same.
+# - *Far below the roof:* the kernel wastes something. Print ``n_regs`` and ``n_spills``, then
+#   compare the bytes of ``ncu`` with those on paper.
 #
 # Exercises
 # ---------
 #
-# **1. How sure is a median?** Each of :math:`n` independent runs is below the true median with
-# probability 1/2, however the times are distributed. Find the largest :math:`k` for which the true
-# median lies between the k-th fastest and the k-th slowest run in at least 95 of 100 measurements,
-# for 20 and for 100 runs. Check it with times from a distribution with a long tail.
+# **1. How sure is a median?** However the times are distributed, each of :math:`n` independent runs
+# is below the true median with probability 1/2. For 20 and for 100 runs, find the largest :math:`k`
+# for which the true median lies between the k-th fastest and the k-th slowest run in at least 95 of
+# 100 measurements. Check your answer with times from a long-tailed distribution.
 
 # %%
 
@@ -2532,10 +2538,10 @@ for n in (20, 100):
 lab.table(rows, "The median lies between the k-th fastest and the k-th slowest run")
 
 # %%
-# **2. Time your own kernel.** Time the weighted sum of :doc:`the first chapter
-# </chapters/first_kernel>`, ``kernelbook.weighted_sum(x, weight)``, with ``clock_and_wait`` and
-# ``gpu_time``, in bfloat16 on 16 and on 65,536 rows of 4,096 columns. Run an A/A test. What share
-# of a copy's speed does the large one reach?
+# **2. Time your own kernel.** With ``clock_and_wait`` and ``gpu_time``, time the weighted sum of
+# :doc:`the first chapter </chapters/first_kernel>`, ``kernelbook.weighted_sum(x, weight)``, in
+# bfloat16 on 16 and on 65,536 rows of 4,096 columns. Run an A/A test. What share of a copy's speed
+# does the larger input reach?
 
 # %%
 
@@ -2549,17 +2555,17 @@ if record := results.find("first_kernel"):
         for name, rows in (("Kernel Book", 16), ("Kernel Book", 65536), ("copy", 65536))
     )
     text = (
-        f"The record of the first chapter has {few:.1f} µs for 16 rows, which is too short to be "
-        f"more than an upper bound, and {whole:.0f} for 65,536, {100 * copied / whole:.0f} % of "
-        "the speed of a copy that moves as many bytes. `clock_and_wait` should show tens of "
-        "microseconds more for either, which are the host's."
+        f"The record of the first chapter shows {few:.1f} µs for 16 rows, too short to be more "
+        f"than an upper bound, and {whole:.0f} µs for 65,536 rows, which is "
+        f"{100 * copied / whole:.0f} % of the speed of a copy that moves as many bytes. "
+        "`clock_and_wait` should show tens of microseconds more for either, all of them the host's."
     )
 lab.read(text)
 
 # %%
 # **3. A sum in float16 that loses nothing.** Add 0.01 a thousand times in float16, as in the fold
-# under “Is it right?”. Keep what each addition rounds away in a second number, in float16 too, and
-# give it back with the next (Kahan, 1965). How far off is the sum now?
+# under “Is it right?”. In a second float16 number, keep what each addition rounds away, and give it
+# back with the next addition (Kahan, 1965). How far off is the sum now?
 
 # %%
 
@@ -2581,7 +2587,7 @@ plain = torch.zeros_like(term)
 for _ in range(1000):
     plain += term
 print(
-    f"Without the second number the sum is {plain.item():.4f}, of {truth.item():.4f}."
+    f"Without the second number, the sum is {plain.item():.4f} instead of {truth.item():.4f}."
 )
 lab.check(
     "A compensated sum",
@@ -2599,7 +2605,7 @@ lab.check(
 # %%
 # **4. Where does a matmul cross the ridge?** A matmul of two :math:`n \times n` matrices in
 # bfloat16 does :math:`2 n^3` FLOPs. Count its bytes, derive its intensity, and find how large
-# :math:`n` must be for arithmetic, and not memory, to limit it on the recorded GPU.
+# :math:`n` must be before arithmetic, rather than memory, limits it on the recorded GPU.
 
 # %%
 
@@ -2608,8 +2614,8 @@ for n in (256, 1024):
     intensity = evaluate("2 * n * n * n / (3 * n * n * 2)", {"n": n})
     assert intensity == n / 3  # three matrices of 2 bytes per number
 lab.read(
-    f"The intensity is n / 3, so the matmul crosses the ridge at n = {3 * ridge:,.0f}. Far below, "
-    "a matmul waits for memory as a copy does, and one so small also waits for its launch."
+    f"The intensity is n / 3, so the matmul crosses the ridge at n = {3 * ridge:,.0f}. Far below "
+    "that, it waits for memory, as a copy does, and is so small that it also waits for its launch."
 )
 
 # %%

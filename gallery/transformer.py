@@ -2,21 +2,21 @@
 A transformer, measured
 =======================
 
-The kernels of this book are pieces of a model, and a kernel that is twice as fast is worth little
-if a model hardly waits for it. *Where does the time of a training step go, where does its memory
-go, and how much of either do the book's operators save?*
+The kernels of this book are parts of a model, and making one of them twice as fast achieves little
+if the model hardly waits for it. *Where do the time and the memory of a training step go, and how
+much of each do the book's operators save?*
 
 You will learn
 
-- how to time a training step, group the kernels of its profile by what they do, and capture the
+- how to time a training step, group the kernels in its profile by what they do, and capture the
   step as a CUDA graph;
-- what mixed precision changes in time, memory and dtypes, and which tensors fill the memory;
-- what the book's operators are worth in a layer and in a whole step, beside PyTorch's own and its
-  fused attention: eager, compiled and as a graph.
+- how mixed precision changes time, memory and dtypes, and which tensors fill the memory;
+- how much the book's operators are worth in a layer and in a whole step, against PyTorch's own and
+  its fused attention: eager, compiled and as a graph.
 
-To repeat every measurement you need a GPU with 141 GB of memory; on a smaller one this page shows
-recorded numbers. A card of 24 GB holds a step of the model that we follow, once attention stores no
-table. Folds whose titles are questions answer the second assignment of the Stanford course CS336.
+Repeating every measurement takes a GPU with 141 GB of memory; on a smaller one this page shows
+recorded numbers. A 24 GB card can run a step of the model that we follow, provided attention stores
+no table. Folds titled with questions answer the second assignment of Stanford's course CS336.
 """
 
 # sphinx_gallery_thumbnail_number = 8
@@ -70,14 +70,15 @@ lab.start(
 # The step we follow
 # ------------------
 #
-# The bars at the top time one layer of a model on the GPU alone. The first runs eager, with
-# attention as its formula says; the others are compiled: the formula, SDPA, which is PyTorch's
-# fused attention, and the book's operators. In a whole training step the :term:`host` also has to
-# launch every kernel. Does the order of the bars survive that?
+# The bars at the top show the speed of one layer of a model, timed on the GPU alone. In the first
+# the layer runs eager and computes attention by its formula; the other three are compiled: the
+# formula again, SDPA (PyTorch's fused attention), and the book's operators. In a whole training
+# step, though, the :term:`host` also has to launch every kernel. Does the order of the bars
+# survive?
 #
 # The model is a decoder: it reads tokens and predicts, at each position, the token that follows.
-# Each token becomes a vector of ``d_model`` numbers, called the *residual stream*, and each layer
-# adds to it twice: the output of attention, and the output of a feed-forward network.
+# Each token becomes a vector of ``d_model`` numbers, called the *residual stream*, to which every
+# layer adds twice: first the output of attention, then that of a feed-forward network.
 #
 # .. image:: /figures/transformer-block.svg
 #    :alt: One layer, from left to right. The residual stream runs straight through. A branch leaves
@@ -86,24 +87,25 @@ lab.start(
 #          GELU, the linear layer down and dropout, and is added back. Attention, layer norm and
 #          dropout are marked as operators that are replaced; the linear layers are matmuls.
 #
-# We begin with attention as its formula says: scores, the causal mask, softmax, a weighted sum of
-# the values. ``record_function`` only names a range for the profiler.
+# We begin with attention exactly as its formula states it: scores, causal mask, softmax, weighted
+# sum of the values. ``record_function`` merely labels a range for the profiler.
 
 lab.source(standard_attention)
 
 # %%
-# A layer adds its two branches to the stream ``x``; ``p`` is the share of numbers that dropout sets
-# to zero.
+# A layer adds its two branches to the stream ``x``; dropout sets a fraction ``p`` of the numbers to
+# zero.
 
 lab.source(decoder.Block.forward)
 
 # %%
-# ``attend`` makes q, k and v by one matmul, splits each into its heads, and joins the heads again
+# ``attend`` computes q, k and v in one matmul, splits each into heads, and joins the heads again
 # after attention. ``feed_forward`` is ``down(gelu(up(x)))``.
 #
-# **A layer has four matmuls with weights, which we leave to cuBLAS, and between them operators that
-# we can replace.** Of the five sizes that CS336 trains we follow *large*: 36 layers, a ``d_model``
-# of 1,280 in 20 heads of 64 numbers, a feed-forward width of 5,120, and a batch of 4 sequences.
+# **A layer has four matmuls with weights, which we leave to cuBLAS; between them lie the operators
+# that we can replace.** Of the five model sizes in CS336 we follow *large*: 36 layers, a
+# ``d_model`` of 1,280 split into 20 heads of 64 numbers, a feed-forward width of 5,120, and a batch
+# of 4 sequences.
 
 # %%
 
@@ -144,10 +146,11 @@ lab.together(
             for name, size in SIZES.items()
         ],
         "The five sizes, all with a vocabulary of 10,000 tokens and a d_ff of four times d_model. "
-        "The state is what exists before any activation: 16 bytes per parameter, for itself, its "
-        "gradient and the two averages of AdamW. A step does two FLOPs per parameter and token in "
-        "each of the three matmuls of a linear layer (output, gradient of the input, gradient of "
-        f"the weight), and those of causal attention; here at a context of {CONTEXT:,}",
+        "The state is what training needs before any activation: 16 bytes per parameter, for the "
+        "parameter itself, its gradient and AdamW's two averages. A step does two FLOPs per "
+        "parameter and token in each of a linear layer's three matmuls (output, gradient of the "
+        "input, gradient of the weight), plus those of causal attention, counted here at a "
+        f"context of {CONTEXT:,}",
     ),
     lab.listing(
         {"A layer": decoder.Block, "The model around the layers": decoder.Decoder}
@@ -158,9 +161,9 @@ lab.together(
 # Where the time goes
 # -------------------
 #
-# Before we replace an operator, we look where a step spends its time. ``training`` holds a model,
-# its optimiser and a batch; it has a method for each of the three passes of a step, and ``whole()``
-# runs them all:
+# Before replacing any operator, we find out where a step spends its time. ``training`` holds a
+# model, its optimiser and a batch. It has one method for each of the three passes of a step, and
+# ``whole()`` runs all three:
 #
 # .. code-block:: python
 #
@@ -170,8 +173,8 @@ lab.together(
 #    optimizer.step()                                # step(), the optimiser alone
 #    optimizer.zero_grad()
 #
-# The host only queues kernels and runs ahead, so wait for the GPU before each reading of the clock.
-# Discard the first steps, and repeat:
+# The host merely queues kernels and runs ahead, so wait for the GPU before each reading of the
+# clock. Discard the first few steps, then repeat:
 #
 # .. code-block:: python
 #
@@ -181,8 +184,9 @@ lab.together(
 #    torch.cuda.synchronize()
 #    print(1e3 * (time.perf_counter() - begin), "ms")
 #
-# We follow the step in float32 and under ``torch.autocast``, which runs the matmuls in bfloat16; we
-# call it *bfloat16* below. Unless we say otherwise, the model is *large* at a context of 1,024.
+# We time the step in float32 and under ``torch.autocast``, which runs the matmuls in bfloat16;
+# *bfloat16* below means the latter. Unless we say otherwise, the model is *large* at a context of
+# 1,024.
 
 # %%
 
@@ -331,18 +335,18 @@ lab.together(
         ]
         if first.rows
         else [],
-        "Mean and standard deviation of ten steps after some steps of warm-up, for medium in "
-        "float32 at a context of 256. Only a process that has not trained before can tell, so we "
-        f"start one. Its first forward pass takes {cold:,.0f} ms, because it loads each kernel "
-        "when it is first called, sets up cuBLAS, and asks the driver for all of its memory. "
+        "Mean and standard deviation of ten steps after a few steps of warm-up, for medium in "
+        "float32 at a context of 256. Only a process that has never trained can show the effect, "
+        f"so we start a new one. Its first forward pass takes {cold:,.0f} ms, because it loads "
+        "each kernel on first use, sets up cuBLAS, and requests all of its memory from the driver. "
         + (
-            "After one step and after five, forward differs by less than single steps scatter, so "
-            "one step of warm-up would do here. "
+            "After one step and after five, forward differs by less than the scatter of single "
+            "steps, so one step of warm-up would do here. "
             if abs(again[0] - after_one[0]) <= max(again[1], after_one[1])
             else "The second step still differs from those after it, so one step of warm-up is not "
             "enough. "
         )
-        + "We leave out five, to be safe",
+        + "To be safe, we discard five",
     ),
     lab.table(
         [
@@ -359,23 +363,22 @@ lab.together(
             | {"peak, GiB": shown(row["peak, GiB"])}
             for row in sizes.rows
         ],
-        "A step of each size at a context of 256: mean and standard deviation of ten steps, after "
-        "five. Under autocast the forward pass of a layer takes "
-        f"{min(a_layer.values()):.1f} to {max(a_layer.values()):.1f} ms, although the linear "
-        f"layers of {largest} have {wider:.0f} times the FLOPs of those of {smallest}: at so short "
-        "a context the time is hardly that of the kernels. For the forward pass of "
+        "A step of each size at a context of 256: mean and standard deviation of ten steps after "
+        "five of warm-up. Under autocast the forward pass takes "
+        f"{min(a_layer.values()):.1f} to {max(a_layer.values()):.1f} ms per layer, although the "
+        f"linear layers of {largest} have {wider:.0f} times the FLOPs of those of {smallest}: at "
+        "so short a context the kernels hardly determine the time. In the forward pass of "
         f"{largest} the spread is {scatter[largest, 'float32']:.1f} % of the mean in float32 and "
-        f"{scatter[largest, 'bfloat16']:.1f} % under autocast; for that of {smallest} it is "
+        f"{scatter[largest, 'bfloat16']:.1f} % under autocast; in that of {smallest} it is "
         f"{scatter[smallest, 'float32']:.1f} and {scatter[smallest, 'bfloat16']:.1f} %. In float32 "
-        f"the backward pass of {largest} takes {backward_ratio:.2f} times as long as forward; each "
-        "linear layer does two matmuls in it "
-        "for one in forward",
+        f"the backward pass of {largest} takes {backward_ratio:.2f} times as long as the forward "
+        "pass; each linear layer does two matmuls in backward and one in forward",
     ),
 )
 
 # %%
-# A step launches thousands of kernels, but they belong to a few operations of PyTorch. The profiler
-# records both:
+# A step launches thousands of kernels, but they belong to a few kinds of PyTorch operations. The
+# profiler records both:
 #
 # .. code-block:: python
 #
@@ -384,16 +387,16 @@ lab.together(
 #        torch.cuda.synchronize()
 #    print(by_group(found.key_averages()))
 #
-# ``key_averages()`` has an entry for each operation, with the microseconds of its kernels.
-# ``by_group`` adds them by what the operations do, as their names tell: a matmul, for example,
-# is one of ``aten::(mm|addmm|bmm|baddbmm)$``.
+# ``key_averages()`` returns one entry per operation, with the microseconds that its kernels took.
+# ``by_group`` sums them by what the operations do, which it infers from their names: a matmul, for
+# example, matches ``aten::(mm|addmm|bmm|baddbmm)$``.
 
 
 def by_group(averages):
-    """Milliseconds of kernels by the group of the operation that launched them."""
+    """Milliseconds in kernels, by the group of the operation that launched them."""
     times = Counter()
     for found in averages:
-        if found.device_type == DeviceType.CPU:  # a kernel has an entry of its own
+        if found.device_type == DeviceType.CPU:  # kernels have their own entries
             times[group(found.key)] += found.self_device_time_total / 1e3
     return times
 
@@ -571,12 +574,12 @@ def group_bars(axes, rows):
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.16 * END_OF_BARS)
-    axes.set(xlabel="ms of a step, large at 1,024; the longest bar is cut")
+    axes.set(xlabel="ms per step, large at 1,024; the longest bar is cut")
 
 
 lab.draw(
     profile_of,
-    "Autocast makes the matmuls fast, and adds casts",
+    "Autocast speeds up the matmuls and adds casts",
     groups_in_words,
     group_bars,
 )
@@ -610,13 +613,12 @@ products = {dtype: in_groups(dtype, ["matmul"]) for dtype in DTYPES}
 casts = {dtype: in_groups(dtype, [CASTS]) for dtype in DTYPES}
 all_kernels = {dtype: in_groups(dtype, ["kernels"]) for dtype in DTYPES}
 lab.read(
-    f"The kernels of a step take {all_kernels['float32']:.0f} ms in float32. Autocast makes them "
+    f"In float32 the kernels of a step take {all_kernels['float32']:.0f} ms. (TF32 is off, "
+    "PyTorch's default.) Autocast makes them "
     f"{all_kernels['float32'] / all_kernels['bfloat16']:.1f} times as fast, because the matmuls "
     "now run on the matrix units, "
-    f"{products['float32'] / products['bfloat16']:.0f} times as fast. (TF32 stayed off, "
-    "PyTorch's default.) "
-    f"**Now matmuls are only {in_step['bfloat16']:.0f} % of the time. Most of the rest moves "
-    "bytes.**"
+    f"{products['float32'] / products['bfloat16']:.0f} times as fast. **The matmuls now take only "
+    f"{in_step['bfloat16']:.0f} % of the time; most of the rest goes into moving bytes.**"
 )
 
 # %%
@@ -631,10 +633,10 @@ cast_on_top = "elementwise" in top.get("bfloat16", "") and its_calls["bfloat16"]
     SIZES["large"].layers + 1
 )
 top_in_words = (
-    "In the forward pass the most time goes to a matmul in float32, "
-    f"{its_ms['float32']:.0f} ms, and under autocast to an elementwise kernel, "
-    f"{its_ms['bfloat16']:.1f} ms; by its calls, one per layer and one more, it is the cast of the "
-    "scores, and of the logits, to float32. "
+    "In the forward pass the kernel that takes the most time is, in float32, a matmul "
+    f"({its_ms['float32']:.0f} ms) and, under autocast, an elementwise kernel "
+    f"({its_ms['bfloat16']:.1f} ms). Judging by its calls, one per layer plus one, the latter "
+    "casts the scores, and the logits, to float32. "
     if cast_on_top and "gemm" in top["float32"]
     else ""
 )
@@ -650,21 +652,23 @@ lab.table(
         | {name: row[name] for name in ("most calls", "calls")}
         for row in profile_of.rows
     ],
-    "The clock beside the sum of the kernels (in the rest the GPU waits for the host), the number "
-    "of kernels, the one that takes the most time and the one called most often. "
+    "The clock compared with the sum of the kernels (for the rest the GPU waits for the host), the "
+    "number of kernels, the one that takes the most time and the one called most often. "
     + top_in_words
     + "In the figure, “other” holds additions and the loss"
     + (
-        "; cuBLAS chooses another for backward, by the shapes and by what is transposed"
+        ". For backward, cuBLAS chooses another kernel, depending on the shapes and on what is "
+        "transposed"
         if len(tops) > 1
         else ""
     ),
 )
 
 # %%
-# Attention shows what moving bytes costs, because the formula takes its table of scores to memory
-# and back again and again. We count the bytes for one score: softmax runs in float32, 4 bytes per
-# number, and the rest in bfloat16, 2 bytes; ``masked_fill`` copies the table before it fills it.
+# Attention shows what moving bytes costs, because the formula sends its table of scores to memory
+# and back again and again. We count the bytes moved for a single score. Softmax runs in float32,
+# at 4 bytes per number, and the rest in bfloat16, at 2; ``masked_fill`` copies the table before
+# filling it.
 
 # Drawing
 OF_MATMULS, OF_SOFTMAX = "matmuls, scale, cast to bfloat16", "softmax and its cast"
@@ -730,7 +734,7 @@ def trips(axes):
 
 
 lab.sketch(
-    "The trips of a score to memory and back",
+    "A score's trips to memory and back",
     "From the first to the last: "
     + ", ".join(f"{name} reads {r} bytes and writes {w}" for name, _, r, w in TRIPS)
     + ".",
@@ -739,10 +743,10 @@ lab.sketch(
 )
 
 # %%
-# The rows below add up the bytes of each colour and set the FLOPs and the profile's times beside
-# them. A cast counts with the operation that needs it, in bytes and in time. The two matmuls do
-# :math:`4 d_h` FLOPs per score, for a head of :math:`d_h = 64` numbers, the scale one, and softmax
-# about five.
+# The table below adds up the bytes of each colour and compares them with the FLOPs and with the
+# times in the profile. Each cast counts towards the operation that needs it, in bytes and in time.
+# For heads of :math:`d_h = 64` numbers, the two matmuls do :math:`4 d_h` FLOPs per score, the
+# scaling does one, and softmax about five.
 
 
 def of_record(chapter, name):
@@ -785,7 +789,7 @@ lab.table(
     ]
     if profile_of.rows and of_memory == of_memory
     else [],
-    "Inside attention, forward, all layers: FLOPs and bytes per score, and times",
+    "Inside attention, forward pass of all layers: FLOPs and bytes per score, and times",
 )
 
 # %%
@@ -805,23 +809,24 @@ at_speed = [  # of the numbers that the table shows
 by_flops = 1e3 * (4 * head) * n_scores / of_matmul
 products_range = inside[OF_MATMULS]["ms, measured"]
 lab.read(
-    "**Bytes explain much of these times, and FLOPs little.** At the speed of a large matmul the "
-    f"first row would take {by_flops:.1f} ms instead of {products_range:.1f}; at the speed of a "
-    f"large copy the rows would take {min(at_speed):.0f} to {max(at_speed):.0f} % of their times. "
-    "We did not measure where the rest goes, so a count of bytes is a floor and not a forecast."
+    "**Bytes explain much of these times; FLOPs explain little.** At the speed of a large matmul "
+    f"the first row would take {by_flops:.1f} ms instead of {products_range:.1f}. At the speed of "
+    f"a large copy the rows would take {min(at_speed):.0f} to {max(at_speed):.0f} % of their "
+    "times. We did not measure where the rest goes, so the byte count is a lower bound, "
+    "not a prediction."
 )
 
 # %%
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    As long as attention stores its table, most of a step under autocast moves bytes. To know how
-#    fast such an operation can be, count its bytes and not its FLOPs.
+#    As long as attention stores its table, a step under autocast spends most of its time moving
+#    bytes. To know how fast such an operation can be, count its bytes, not its FLOPs.
 #
-# In the profile, casts and copies grew most, because :term:`autocast` leaves the
-# parameters in float32 and runs each operation in the dtype that PyTorch lists for it: linear
-# layers in bfloat16; softmax, layer norm and the loss in float32. So tensors are cast before and
-# after softmax and after layer norm, and the parameters of a linear layer before its matmul.
+# In the profile, casts and copies grew most. :term:`Autocast <autocast>` leaves the parameters in
+# float32 and runs each operation in the dtype that PyTorch lists for it: linear layers in bfloat16;
+# softmax, layer norm and the loss in float32. It must therefore cast tensors before and after
+# softmax and after layer norm, and the parameters of a linear layer before its matmul.
 
 
 # Measuring
@@ -884,20 +889,20 @@ lab.read(
     )
     + (
         (
-            "**Most of them belong to the table of scores**: "
+            f"**Most of this time, {by_tensor[where_cast]:.1f} ms, goes to the table of scores.**"
             if by_tensor[where_cast] > 0.6 * in_all
-            else "**They belong to several tensors**, and to the table of scores "
+            else "**They belong to several tensors**; those of the table of scores take "
+            f"{by_tensor[where_cast]:.1f} ms."
         )
-        + f"{by_tensor[where_cast]:.1f} ms."
         if cast_ms.rows
         else "In float32, where nothing is cast, copies alone take "
         f"{casts['float32']:.1f}; in bfloat16 they move half the bytes, so at least "
         f"{rounded_down(casts['bfloat16'] - casts['float32'])} ms are casts. "
         + (
-            "**The largest is at the table of scores**: in forward the kernel that takes the most "
-            f"time is the cast of the scores to float32, {its_ms['bfloat16']:.1f} ms of "
-            f"{profile_number(f'{CASTS}, ms', 'bfloat16', 'forward'):.1f}, which include one cast "
-            "of the logits."
+            "**The largest cast is that of the table of scores**: in forward the kernel that takes "
+            f"the most time casts the scores to float32, {its_ms['bfloat16']:.1f} ms of "
+            f"{profile_number(f'{CASTS}, ms', 'bfloat16', 'forward'):.1f}, including one cast of "
+            "the logits."
             if cast_on_top
             else ""
         )
@@ -1005,8 +1010,9 @@ kinds_of_cast = dict(
 )
 lab.together(
     lab.read(
-        "The shapes that the profiler notes tell which tensor a cast or a copy belongs to. Those "
-        f"of the parameters and their gradients take {by_tensor[others_cast]:.1f} ms of a step."
+        "The shapes that the profiler records tell us which tensor a cast or a copy belongs to. "
+        "Those of the parameters and their gradients take "
+        f"{by_tensor[others_cast]:.1f} ms of a step."
     )
     if cast_ms.rows
     else None,
@@ -1016,19 +1022,19 @@ lab.together(
             | {kind: row[tensor] for kind, row in kinds_of_cast.items()}
             for tensor in (list(toy.rows[0])[1:] if toy.rows else ())
         ],
-        "The dtypes of a linear layer, ReLU, layer norm and a second linear layer, by what "
-        "autocast casts to. Only what a linear layer writes has 16 bits. The book's layer norm "
-        "follows the same rule, unless its argument out_dtype says otherwise",
+        "The dtypes in a toy model (linear layer, ReLU, layer norm, linear layer), for each dtype "
+        "that autocast casts to. Only the outputs of linear layers have 16 bits. The book's layer "
+        "norm follows the same rule unless its argument out_dtype says otherwise",
     ),
     lab.table(
         rows,
-        "Layer norm of 64 rows of 1,024 numbers, largest error over largest output, all in one "
-        "dtype or with only the input and the output in it. In float16 the squares are sensitive: "
-        "a number above 256 has a square above 65,504, the largest float16, so the variance is "
-        "infinite and the output zero. bfloat16 has the exponents of float32 and is safe from "
-        "that. But it has 8 significant bits instead of 11, so the mean and the differences from "
-        "it are known to two or three digits. So layer norm wants its reductions in float32 there "
-        "as well; autocast and the book's kernel do them so",
+        "Layer norm of 64 rows of 1,024 numbers: largest error over largest output, computed "
+        "entirely in one dtype or with only input and output in it. In float16 the squares are "
+        "the weak point: a number above 256 has a square above 65,504, the largest float16, so "
+        "the variance is infinite and the output zero. bfloat16 has the exponents of float32 and "
+        "avoids this, but with 8 significant bits instead of 11 it holds the mean, and the "
+        "differences from it, to only two or three digits. In bfloat16, too, layer norm needs its "
+        "reductions in float32, where autocast and the book's kernel compute them",
     ),
 )
 
@@ -1036,24 +1042,24 @@ lab.together(
 # Where the memory goes
 # ---------------------
 #
-# What forward keeps for backward fills most of the memory, and limits the context. We count it for
-# one layer, whose batch is :math:`B` sequences of :math:`T` tokens, :math:`N = B T` in all. The
-# width is :math:`d`, that of the feed-forward network :math:`f`, and there are :math:`H` heads. In
-# float32 a layer keeps
+# What forward keeps for backward fills most of the memory and so limits the context. We count it
+# for one layer and a batch of :math:`B` sequences of :math:`T` tokens, :math:`N = B T` in
+# all. The layer has width :math:`d`, a feed-forward network of width :math:`f`, and :math:`H`
+# heads. In float32 it keeps:
 #
 # - the inputs of both layer norms and of the four linear layers ``qkv``, ``out``, ``up`` and
 #   ``down``, and the input of GELU: :math:`5 N d + 2 N f` numbers;
-# - q, k and v, which the matmuls of attention copy into the layout that they want: :math:`3 N d`;
+# - q, k and v, which the matmuls of attention copy into the layout that they need: :math:`3 N d`;
 # - the output of softmax: :math:`B H T^2`;
-# - two masks of dropout, one byte per number: :math:`2 N d` bytes.
+# - the two dropout masks, one byte per number: :math:`2 N d` bytes.
 #
-# Together, in bytes per layer, with 4 bytes for each number of the first three:
+# In total, in bytes per layer, with 4 bytes for each number in the first three items:
 #
 # .. math::
 #
 #    4\,(8 N d + 2 N f + B H T^2) + 2 N d
 #
-# The last term of the bracket is the *attention table*, :math:`T^2` numbers for each head of each
+# The last term in the brackets is the *attention table*: :math:`T^2` numbers for each head of each
 # sequence.
 
 
@@ -1201,7 +1207,7 @@ def kept_bars(axes):
 
 
 lab.sketch(
-    "What a layer of large keeps, float32 unless named",
+    "What a layer of large keeps, in float32 unless noted",
     "; ".join(
         f"{label}: "
         + ", ".join(
@@ -1244,12 +1250,12 @@ kept_mib = {
 }
 assert kept_mib["bfloat16"] > kept_mib["float32"]
 lab.read(
-    "**The attention tables grow with the square of the context, and at 1,024 they are already "
+    "**The attention tables grow with the square of the context; at 1,024 they already make up "
     f"{table_share['float32']:.0f} % of what a layer keeps.** Under autocast a layer keeps more, "
     f"{kept_mib['bfloat16']:.0f} MiB instead of {kept_mib['float32']:.0f}: most other activations "
-    "halve, but softmax's output is kept in both dtypes, and cast weights come on top. The tables "
-    f"are now {table_share['bfloat16']:.0f} %, or {in_tables:.1f} GiB in all layers, which "
-    "attention without a table should save."
+    "halve, but the output of softmax is kept in both dtypes, and the cast weights are added. The "
+    f"tables now make up {table_share['bfloat16']:.0f} %, or {in_tables:.1f} GiB over all layers, "
+    "which attention without a table should save."
 )
 
 # %%
@@ -1263,21 +1269,20 @@ lab.table(
         }
         for row in memory.rows
     ],
-    "Memory of the size 2.7B, and what forward keeps for backward, measured and on paper: the two "
+    "Memory of 2.7B, and what forward keeps for backward, measured and on paper; these two "
     f"differ by at most {max(map(abs, off)):.1f} %. A "
     "forward pass alone needs little beyond the parameters and AdamW's averages "
     f"({state:.1f} GiB) and, under autocast, bfloat16 copies of the parameters ({copies:.1f} GiB). "
     f"At {longest:,} a step needs {at['bfloat16', 'step']:.0f} GiB under autocast and "
     f"{at['float32', 'step']:.0f} in float32: the inputs of the layer norms stay in float32 and "
-    "most other activations have 2 bytes, but the attention table takes 6 bytes per score instead "
-    "of 4, and "
-    "each parameter of a linear layer is kept as a bfloat16 copy as well. Together a layer keeps "
-    "22 N d + 4 N f + 6 B H T² + 8 d² + 4 d f bytes",
+    "most other activations shrink to 2 bytes, but the attention table takes 6 bytes per score "
+    "instead of 4, and each parameter of a linear layer also has a bfloat16 copy. In total a layer "
+    "keeps 22 N d + 4 N f + 6 B H T² + 8 d² + 4 d f bytes",
 )
 
 # %%
-# With :term:`checkpointing` a layer keeps only its input and computes the rest again in backward,
-# which saves memory and costs time.
+# With :term:`checkpointing` a layer keeps only its input and recomputes the rest in backward, which
+# saves memory but costs time.
 
 
 # Measuring
@@ -1471,35 +1476,35 @@ tables = sum(
 )
 lab.draw(
     timeline,
-    "The memory of one step of large, float32",
+    "Memory during one step of large, float32",
     timeline_in_words,
     timeline_lines,
 )
 lab.together(
     lab.read(
-        "The figure follows one step by what PyTorch's allocator hands out and takes back. The "
-        f"parameters and AdamW's averages take {at_first:.1f} GiB, and the lines start higher "
-        "because their first point holds tensors of the first layer already. Forward adds the "
-        f"{in_forward:.0f} MiB of our count for each layer, and backward releases them while the "
-        f"gradients grow. **Checkpointing lowers the peak from {peak['all kept']:.1f} GiB to "
-        f"{peak['checkpointed']:.1f} and pays with another forward pass**"
+        "The figure follows one step through what PyTorch's allocator hands out and takes back. "
+        f"The parameters and AdamW's averages take {at_first:.1f} GiB; the lines start higher "
+        "because their first point already includes tensors of the first layer. Forward adds the "
+        f"{in_forward:.0f} MiB that we counted for each layer, and backward releases them while "
+        f"the gradients grow. **Checkpointing lowers the peak from {peak['all kept']:.1f} GiB to "
+        f"{peak['checkpointed']:.1f} at the price of another forward pass**"
         + (
             f": the step takes {step_took['checkpointed']:.0f} ms instead of "
             f"{step_took['all kept']:.0f}. "
             if len(step_took) == 2
             else ". "
         )
-        + f"By the count it would save {spared:.1f} GiB. It saves less, because the peak moves to "
-        f"the end of backward, where all gradients, {its_gradients:.1f} GiB, exist as well."
+        + f"By our count it would save {spared:.1f} GiB. It saves less because the peak moves to "
+        f"the end of backward, when all gradients ({its_gradients:.1f} GiB) are in memory too."
     ),
     lab.table(
         allocations.rows,
-        "The largest allocations of a step; what backward allocates has no line, because autograd "
-        f"runs it in C++. On paper a table of scores has {table_mib:.0f} MiB, the logits "
+        "The largest allocations of a step; those of backward show no line, because autograd runs "
+        f"them in C++. On paper a table of scores takes {table_mib:.0f} MiB, the logits "
         f"{logits_mib:.0f}, the hidden tensor of the feed-forward network {hidden_mib:.0f}, and a "
-        f"tensor of the residual stream {1024 * inputs_of_layers:.0f}. Per layer, standard "
-        f"attention allocates {tables / size.layers:.0f} tables in forward (the scores, scaled, "
-        "masked, and their softmax) and releases all but one before the next layer",
+        f"tensor of the residual stream {1024 * inputs_of_layers:.0f}. In each layer, standard "
+        f"attention allocates {tables / size.layers:.0f} tables in forward (the scores, the scaled "
+        "and the masked scores, and their softmax) and releases all but one before the next layer",
     ),
 )
 
@@ -1509,9 +1514,9 @@ lab.together(
 #
 # Attention is the first operator to replace, because its table is the largest tensor to move and to
 # keep. Two versions never store it: :doc:`the book's attention </chapters/attention_forward>` and
-# SDPA, of which we always time the faster of its backends *flash* and *cuDNN*. We time attention
-# alone first, on the shapes of the course: a batch of 8 with one head of 64 numbers, in bfloat16
-# and causal.
+# SDPA, for which we always time the faster of the backends *flash* and *cuDNN*. We begin by timing
+# causal attention alone, in the course's shapes: a batch of 8 and one head of 64 numbers, in
+# bfloat16.
 
 # Measuring
 ours = partial(attention, is_causal=True)
@@ -1781,19 +1786,20 @@ times = nan if isinstance(fast[0], str) else fast[0] / fast[1]
 by_sdpa = fastest_fused(16384)
 short = fastest_fused(CONTEXT), in_grid("both, ms", "Kernel Book", CONTEXT)
 lab.read(
-    "**Without the table attention is much faster, and its memory grows with the length instead of "
-    "its square**: at a length of 16,384 "
+    "**Without the table, attention is much faster, and its memory grows with the length rather "
+    "than with its square.** At a length of 16,384 "
     + (
-        f"the book's is {times:.0f} times as fast as the formula"
+        f"the book's attention is {times:.0f} times as fast as the formula"
         if times == times or not grid.rows
         else "the formula runs out of memory"
     )
     + (
-        f". The book's takes {100 * fast[1] / by_sdpa:.0f} % of SDPA's time there, and "
+        f". {'It' if times == times else 'The book’s'} takes {100 * fast[1] / by_sdpa:.0f} % of "
+        "SDPA's time there; at 1,024, the context of our model, "
         + (
-            "the same at 1,024, the context of our model."
+            "the two are level."
             if abs(short[1] / short[0] - 1) < 0.02
-            else f"{100 * short[1] / short[0]:.0f} % at 1,024, the context of our model."
+            else f"it takes {100 * short[1] / short[0]:.0f} %."
         )
         if by_sdpa == by_sdpa
         else "."
@@ -1824,13 +1830,14 @@ lab.together(
         if grid.rows
         else [],
         "Forward and backward of attention, head size 64"
-        + ("; SDPA by the faster of flash and cuDNN" if with_sdpa else "")
-        + "; — is out of memory. What a version holds is what forward keeps for backward besides "
-        "q, k and v"
+        + ("; SDPA with the faster of flash and cuDNN" if with_sdpa else "")
+        + "; — means out of memory. A version holds what its forward pass keeps for backward "
+        "besides q, k and v"
         + (
             ". At 65,536 the formula runs out of memory: on paper a table of 8 × 65,536² numbers "
-            f"of 2 bytes has {table_gib:.0f} GiB, and backward needs three at once (the attention "
-            f"weights, their gradient and that of the scores), {3 * table_gib:.0f} GiB"
+            f"of 2 bytes takes {table_gib:.0f} GiB, and backward needs three at once (the "
+            "attention weights, their gradient and the gradient of the scores), or "
+            f"{3 * table_gib:.0f} GiB"
             if in_grid("both, ms", "PyTorch", 65536) == OUT_OF_MEMORY
             else ""
         ),
@@ -1842,9 +1849,9 @@ lab.together(
 # What each operator is worth in a layer
 # --------------------------------------
 #
-# To see what each operator is worth, we replace them one by one. The model takes its operators as
-# arguments, so each version of it is one line; what a line leaves out is PyTorch's, and ``ours`` is
-# the book's attention, made causal.
+# To see what each operator is worth, we replace them one at a time. The model takes its operators
+# as arguments, so defining a version takes one line. An operator that a line omits is PyTorch's;
+# ``ours`` is the book's attention with a causal mask.
 
 sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
 layer_norm_16 = partial(layer_norm, out_dtype=torch.bfloat16)
@@ -1855,24 +1862,24 @@ VERSIONS = {
     "SDPA": Operators(sdpa),
     "our attention": Operators(ours),  # attention(q, k, v, is_causal=True)
     "our attention, norm": Operators(ours, layer_norm_16),
-    "all of ours": Operators(ours, layer_norm_16, dropout),
+    "all ours": Operators(ours, layer_norm_16, dropout),
 }
 
 # %%
-# ``out_dtype`` makes our layer norm write bfloat16, which the matmul after it reads. Under autocast
-# PyTorch's writes float32, and another kernel casts it.
+# With ``out_dtype`` our layer norm writes the bfloat16 that the next matmul reads. Under autocast
+# PyTorch's writes float32, which another kernel then casts.
 #
-# Each version runs eager, and compiled layer by layer:
+# A version runs either eager or compiled, layer by layer:
 #
 # .. code-block:: python
 #
-#    model = Decoder(size, context, VERSIONS["all of ours"], device="cuda")
+#    model = Decoder(size, context, VERSIONS["all ours"], device="cuda")
 #    for block in model.blocks:
 #        block.compile(dynamic=False)
 #
-# ``torch.compile`` fuses PyTorch's layer norm, dropout, GELU and additions into a few kernels of
-# its own. It fuses nothing into an operator of ours, because it knows only the shapes and dtypes of
-# what that returns.
+# ``torch.compile`` fuses PyTorch's layer norm, dropout, GELU and additions into a few kernels. It
+# fuses nothing into our operators, because all it knows about them is the shapes and dtypes of what
+# they return.
 
 # Measuring
 NAMES = {  # what the page calls the versions; the keys are their names in the record
@@ -1881,13 +1888,13 @@ NAMES = {  # what the page calls the versions; the keys are their names in the r
     "+ softmax": "formula, our softmax",
     "+ attention": "our attention",
     "+ layer norm": "our attention, norm",
-    "+ dropout": "all of ours",
+    "+ dropout": "all ours",
 }
 COMPILED_NAMES = {
     "torch.compile": "formula",
     "SDPA, compiled": "SDPA",
     "attention, compiled": "our attention",
-    "Kernel Book": "all of ours",
+    "Kernel Book": "all ours",
 }
 ALSO_COMPILED = {  # in the whole step alone
     "softmax, compiled": "formula, our softmax",
@@ -2118,8 +2125,8 @@ offset, error = mean_and_error(by_ours)
 in_noise = abs(offset) < BY_CHANCE * error
 by_seed = ends(learned.rows, "PyTorch").std(ddof=1)
 lab.read(
-    "**One step agrees**: with our operators the loss and every gradient of a small model stay "
-    f"within tolerance. After {TRAINED} steps from {len(SEEDS)} seeds "
+    "**A single step gives matching results**: with our operators, the loss and every gradient of "
+    f"a small model stay within tolerance. After {TRAINED} steps from each of {len(SEEDS)} seeds, "
     + (
         "the losses cannot be told apart from PyTorch's."
         if in_noise
@@ -2147,43 +2154,44 @@ lab.draw(learned, "The training loss of a tiny model", curves_in_words, loss_cur
 lab.draw(learned, "How far the losses end apart", losses_in_words, loss_dots)
 lab.together(
     lab.read(
-        f"The figures: from each of {len(SEEDS)} seeds a tiny model trains {TRAINED} steps under "
-        "autocast. Its text is the package's own source, one byte per token. A thin line of the "
-        "first figure is one seed, a thick one their mean. A seed fixes the parameters and the "
-        "batches, and not the masks of dropout, because our dropout draws other random numbers "
-        "than PyTorch's; so the second figure sets beside it how far two runs of PyTorch's with "
-        "other masks end apart."
+        f"For the figures, a tiny model trains for {TRAINED} steps under autocast from each of "
+        f"{len(SEEDS)} seeds. Its text is this package's own source, one byte per token. In the "
+        "first figure a thin line is one seed, a thick line the mean of all. A seed fixes the "
+        "parameters and the batches but not the dropout masks, because our dropout draws different "
+        "random numbers from PyTorch's. For comparison, the second figure therefore also shows how "
+        "far apart two runs with PyTorch's operators end if their masks differ."
     ),
     lab.read(
         f"With our operators the loss falls from {from_loss:.1f} to {to_loss:.1f}. It ends "
         f"{abs(offset):.3f} {'above' if offset > 0 else 'below'} PyTorch's; the 95 % confidence "
-        f"interval of this mean of {len(SEEDS)} pairs reaches {BY_CHANCE * error:.3f} to either "
+        f"interval of this mean over {len(SEEDS)} pairs extends {BY_CHANCE * error:.3f} to either "
         "side"
         + (
-            ", so these seeds cannot tell them apart. "
+            ", so these seeds cannot tell the two apart. "
             if in_noise
-            else ". That leaves a doubt, because chance alone does this less than once in 20 "
-            "times. "
+            else ". That leaves some doubt, since chance alone produces such a difference less "
+            "than once in 20 times. "
         )
-        + f"From seed to seed PyTorch's own end has a standard deviation of {by_seed:.2f}"
+        + "Across seeds, the final loss with PyTorch's operators has a standard deviation of "
+        f"{by_seed:.2f}"
         + (
-            f"; one seed ends {abs(by_ours[odd]):.2f} {'above' if by_ours[odd] > 0 else 'below'} "
-            "its partners, the largest difference."
+            f"; the largest difference is that of one seed, which ends {abs(by_ours[odd]):.2f} "
+            f"{'above' if by_ours[odd] > 0 else 'below'} its partners."
             if learned.rows and abs(by_ours[odd]) > 2 * sorted(abs(by_ours))[-2]
             else "."
         )
     ),
     lab.read(
-        "The gradients: we compare those of a small model in float32 with float64, under the same "
-        "masks of dropout. The error with our operators may be at most eight times that with "
-        "PyTorch's, which leaves room for sums in another order."
+        "For the gradients, we compare a small model in float32 with float64 under the same "
+        "dropout masks. The error with our operators may be at most eight times the error with "
+        "PyTorch's, which leaves room for sums taken in a different order."
     ),
     same_gradients,
 )
 
 # %%
-# We time forward and backward of one layer under autocast, on the GPU alone. 100 % is the speed of
-# a large matmul by cuBLAS, for the FLOPs of the linear layers and of causal attention.
+# We time forward and backward of one layer under autocast, on the GPU alone. 100 % means doing the
+# FLOPs of the linear layers and of causal attention at the speed of a large cuBLAS matmul.
 
 # Measuring
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
@@ -2343,28 +2351,26 @@ fusing = layer_ms("attention, compiled") / layer_ms("Kernel Book")
 normed = saves("+ attention", "+ layer norm")
 lab.read(
     (
-        f"**Our softmax alone saves {saves('PyTorch', '+ softmax'):.2f} ms of a layer; attention "
-        f"that stores no table and skips its masked half, {saves('+ softmax', '+ attention'):.2f} "
-        "more.** We did not isolate the causes. "
+        f"**Our softmax alone saves {saves('PyTorch', '+ softmax'):.2f} ms per layer; attention "
+        "that stores no table and skips the masked half saves another "
+        f"{saves('+ softmax', '+ attention'):.2f} ms.** We did not separate these two causes. "
         if saves("PyTorch", "+ softmax") < 0.25 * saves("PyTorch", "+ dropout")
-        else f"Our softmax alone saves {saves('PyTorch', '+ softmax'):.2f} ms, and attention "
-        f"without the table {saves('+ softmax', '+ attention'):.2f} more. "
+        else f"Our softmax alone saves {saves('PyTorch', '+ softmax'):.2f} ms per layer, and "
+        f"attention without the table another {saves('+ softmax', '+ attention'):.2f} ms. "
     )
+    + f"Our layer norm {'saves' if normed > 0 else 'costs'} {abs(normed):.2f} ms"
     + (
-        f"Our layer norm {'saves' if normed > 0 else 'costs'} another {abs(normed):.2f} ms"
-    )
-    + (
-        ", and our dropout nothing that we can see. "
+        "; our dropout saves nothing measurable. "
         if abs(saves("+ layer norm", "+ dropout")) < 0.01 * layer_ms("+ dropout")
-        else f", and our dropout {saves('+ layer norm', '+ dropout'):.2f}. "
+        else f"; our dropout saves {saves('+ layer norm', '+ dropout'):.2f} ms. "
     )
-    + "Compiled, the two "
+    + "Compiled, the two together "
     + (
         "change less than 1 %"
         if abs(fusing - 1) < 0.01
         else f"{'still save' if fusing > 1 else 'cost'} {100 * abs(1 - 1 / fusing):.0f} %"
     )
-    + ", although the compiler has fused what they replace."
+    + ", although the compiler has already fused what they replace."
 )
 
 # %%
@@ -2794,8 +2800,8 @@ our_took, sdpa_took = step_ms("Kernel Book"), step_ms("SDPA, compiled")
 n_layers, of_adamw = SIZES["large"].layers, step("AdamW, ms", "Kernel Book")
 expected = n_layers * layer_ms("Kernel Book") + of_adamw
 lab.read(
-    f"From {n_layers} layers and AdamW we expect a compiled step of {expected:.0f} ms with "
-    f"all of ours. **The step takes {our_took:.0f}, and {sdpa_took:.0f} with SDPA"
+    f"From {n_layers} layers and AdamW, we expect a compiled step with all our "
+    f"operators to take {expected:.0f} ms. **It takes {our_took:.0f}, and {sdpa_took:.0f} with SDPA"
     + (
         ": the fastest layer does not make the fastest step.**"
         if fastest_in_layer and our_took > sdpa_took
@@ -2804,9 +2810,9 @@ lab.read(
 )
 
 # %%
-# A step keeps two machines busy: the GPU runs the kernels, and the host launches every one of them.
-# The picture follows five launches of a layer, whose lengths are schematic; those of our operators
-# are orange. A kernel starts when it is launched and the one before it has ended.
+# A step keeps two machines busy: the host launches the kernels, and the GPU runs them. The picture
+# follows five launches of a layer. Its lengths are schematic, and launches of our operators are
+# orange. A kernel starts once it has been launched and its predecessor has finished.
 
 # Drawing
 FIVE = ("layer norm", "qkv", "attention", "out", "dropout")
@@ -2815,11 +2821,11 @@ LANES = {  # lengths of the five launches and kernels, in no unit
         (46, 46, 46, 46, 46),
         (34, 42, 42, 25, 25),
     ),
-    "The book's: longer launches, and the GPU waits longer": (
+    "The book's: launches take longer, so the GPU waits longer": (
         (92, 46, 77, 46, 70),
         (27, 42, 40, 25, 24),
     ),
-    "The book's as a CUDA graph: one launch for all": (
+    "The book's as a CUDA graph: one launch for all five": (
         (30,),
         (27, 42, 40, 25, 24),
     ),
@@ -2887,12 +2893,12 @@ lab.sketch(
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    The slower of two sets the pace of a step: the GPU, which runs the kernels, or the host, which
-#    launches them.
+#    A step runs at the pace of the slower of the two: the GPU, which runs the kernels, or the host,
+#    which launches them.
 #
-# In the next figure *between the matmuls* means layer norm, dropout, GELU, additions, casts, scale
-# and mask; what of it goes with the table is pale. The host's time ends when its last call returns;
-# it and the step are from different steps, so they may differ by the scatter.
+# In the next figure *between the matmuls* covers layer norm, dropout, GELU, additions, casts, scale
+# and mask; the part due to the table is pale. The host's time ends when its last call returns. It
+# and the step's time come from different steps, so they may differ by the scatter.
 
 # Drawing
 FOLLOWED = {  # the versions that are drawn, and what the figure calls them
@@ -2972,12 +2978,12 @@ def step_bars(axes, rows):
     axes.set_ylim(place - 0.6, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.set_xlim(0, 1.42 * longest)
-    axes.set(xlabel="ms of a training step")
+    axes.set(xlabel="ms per training step")
     axes.barh(1, 0, label="host launches", **hatched)
     for kind, ink in INKS.items():
         axes.barh(1, 0, color=ink, label=KIND_NAMES[kind])
         if kind == "attention":
-            axes.barh(1, 0, label="goes with the table", **of_table)
+            axes.barh(1, 0, label="due to the table", **of_table)
     axes.barh(1, 0, label="GPU waits", **rest)
     axes.plot([], [], color=grey, linewidth=1, label="middle 60 %")
 
@@ -3017,27 +3023,27 @@ promised = n_layers * saves("PyTorch", "+ dropout")
 kept_promise = (busy_ms_of("PyTorch") - busy_ms_of("+ dropout")) / promised
 no_table = {f"{busy_ms_of(name):.0f}" for name in ("SDPA", "+ attention")}
 by_attention = (
-    f"{busy_ms_of('SDPA'):.0f}, with SDPA or our attention"
+    f"{busy_ms_of('SDPA'):.0f} with either SDPA or our attention"
     if len(no_table) == 1
     else f"{busy_ms_of('SDPA'):.0f} with SDPA and {busy_ms_of('+ attention'):.0f} with our "
     "attention"
 )
 lab.read(
     (
-        "**On the GPU the step gains what the layer promised**, "
-        f"{n_layers} × {saves('PyTorch', '+ dropout'):.2f} = {promised:.0f} ms: "
+        "**On the GPU, the step saves what the layer promised**, "
+        f"{n_layers} × {saves('PyTorch', '+ dropout'):.2f} = {promised:.0f} ms. "
         if abs(kept_promise - 1) < 0.05
-        else "**On the GPU the step gets shorter**: "
+        else "**On the GPU, the step gets faster.** "
     )
-    + "without the table the kernels of an "
-    f"eager step fall from {busy_ms_of('PyTorch'):.0f} ms to {by_attention}; our norm and dropout "
-    f"bring them to {busy_ms_of('+ dropout'):.0f}. "
+    + "Without the table the kernels of an "
+    f"eager step fall from {busy_ms_of('PyTorch'):.0f} ms to {by_attention}; our layer norm and "
+    f"dropout bring them down to {busy_ms_of('+ dropout'):.0f}. "
     + (
-        f"The peak of memory falls from {step('peak, GiB', 'PyTorch'):.0f} GiB to "
-        f"{' and '.join(sorted(peaks, reverse=True))}, as the count of the tables promised."
+        f"Peak memory falls from {step('peak, GiB', 'PyTorch'):.0f} GiB to "
+        f"{' and '.join(sorted(peaks, reverse=True))}, as our count of the tables predicted."
         if abs(saved_peak / in_tables - 1) < 0.05
-        else f"The peak of memory is {step('peak, GiB', 'PyTorch'):.1f} GiB with the formula and "
-        f"{step('peak, GiB', 'SDPA'):.1f} with SDPA; the tables were counted at {in_tables:.1f}."
+        else f"Peak memory is {step('peak, GiB', 'PyTorch'):.1f} GiB with the formula and "
+        f"{step('peak, GiB', 'SDPA'):.1f} with SDPA; we counted {in_tables:.1f} for the tables."
     )
 )
 
@@ -3053,34 +3059,38 @@ waits = {
 paced = [name for name in waits if waits[name] > 1.1]
 lab.read(
     (
-        "**But in every step except the eager formula's the host sets the pace**, because it needs "
-        "longer for the launches than the GPU for the kernels, and longest with all of ours. "
+        "**In every step except the eager formula's, the host sets the pace**: it takes "
+        "longer to launch the kernels than the GPU to run them, and longest with all our "
+        "operators. "
         if set(paced) == {*waits} - {"PyTorch"}
         and waits["PyTorch"] < 1
         and our_host == max(map(host_ms, STEPPED))
-        else "**With all of ours the host sets the pace**, because it needs longer for the "
-        "launches than the GPU for the kernels. "
+        else "**In every compiled step and in the eager ones with our operators, the host sets the "
+        "pace**: it takes longer to launch the kernels than the GPU to run them. "
+        if {*COMPILED_NAMES, "+ attention", "+ dropout"} <= set(paced)
+        else "**With all our operators the host sets the pace**: it takes longer to launch the "
+        "kernels than the GPU to run them. "
         if "Kernel Book" in paced
         else ""
     )
     + (
-        "So, launched by the host, all of ours gains nothing on the formula: "
+        "Launched by the host, our operators together therefore gain nothing over the formula: "
         f"{step_ms('+ dropout'):.0f} ms against {step_ms('PyTorch'):.0f} eager, and "
         f"{our_took:.0f} against {step_ms('torch.compile'):.0f} compiled. "
         if our_took > step_ms("torch.compile")
         and step_ms("+ dropout") > step_ms("PyTorch")
         else ""
     )
-    + "Launch times scatter so far that we trust the gap to SDPA, but not the order of our "
-    "versions or what compiling changes."
+    + "Launch times scatter so widely that we trust the gap to SDPA, but not the order of our "
+    "versions or the effect of compiling."
 )
 
 # %%
 
 # Reading
 lab.read(
-    "A launch of ours runs Python where PyTorch's runs C++; we did not measure which part of that "
-    "takes the time. To gain the time of its kernels, a step must get rid of its launches."
+    "At each launch our operators run Python where PyTorch's run C++; we did not measure which "
+    "part takes the time. To be as fast as its kernels, a step must get rid of its launches."
 )
 
 # %%
@@ -3104,18 +3114,18 @@ took_inside = {
 }
 lab.together(
     lab.read(
-        f"The compiled step that we expected has {n_layers} layers of "
+        f"The compiled step that we expected consists of {n_layers} layers of "
         f"{layer_ms('Kernel Book'):.2f} ms and AdamW's {of_adamw:.1f}. Most casts, the scale and "
-        "the mask disappear with the table. SDPA lowers the peak of memory by "
-        f"{saved_peak:.1f} GiB; the tables were counted at {in_tables:.1f}."
+        "the mask disappear with the table. SDPA lowers peak memory by "
+        f"{saved_peak:.1f} GiB; we counted {in_tables:.1f} for the tables."
     ),
     lab.read(
         "From the launches of a single layer we expect the host to take "
-        f"{n_layers * sum(dearer.values()):.0f} ms longer for an eager step with all of ours than "
-        f"for one with SDPA; the two take it {our_host:.0f} and {sdpa_host:.0f} ms."
+        f"{n_layers * sum(dearer.values()):.0f} ms longer for an eager step with all our operators "
+        f"than for one with SDPA; it takes {our_host:.0f} and {sdpa_host:.0f} ms."
         + (
-            f" With SDPA, {step_ms('SDPA'):.0f} ms for an eager step and {sdpa_took:.0f} for a "
-            "compiled one lie within the scatter."
+            f" With SDPA, an eager step takes {step_ms('SDPA'):.0f} ms and a compiled one "
+            f"{sdpa_took:.0f}, a difference within the scatter."
             if BY_VERSION and not differs(step_row("SDPA"), step_row("SDPA, compiled"))
             else ""
         )
@@ -3143,17 +3153,17 @@ lab.together(
             for name, label in versions.items()
             if name in BY_VERSION
         ],
-        "Milliseconds of a step of large at 1,024, and of the host to launch it, each with the "
-        "middle 60 % of its times; those of a step as a graph, which the next section makes; and "
-        "the peak of the step's memory. SDPA runs with its faster backend, "
+        "Milliseconds that a step of large at 1,024 takes and that the host needs to launch it, "
+        "each with the middle 60 % of the times; those of the step as a graph, which the next "
+        "section makes; and its peak memory. SDPA runs with its faster backend, "
         + listed(sorted({row["SDPA backend"] for row in steps.rows}) or ["—"])
-        + ". The kernels are those of other steps, under the profiler. The host's time ends when "
-        "the last call of a step returns, before anyone waits for the GPU; it and the step are "
-        "medians of different steps and can be some ms apart, so a step can be longer than both "
-        "its launches and its kernels. In the formula the host's "
+        + ". The kernels were profiled in other steps. The host's time ends when the last call of "
+        "a step returns, before anything waits for the GPU; it and the step are medians of "
+        "different steps and can be some ms apart, so a step can take longer than both its "
+        "launches and its kernels. With the formula the host's "
         "time is an upper bound, because a host that is a thousand launches ahead waits for the "
-        f"GPU. For the {norms} layer norms of a step, writing bfloat16, in forward "
-        "6 bytes per number instead of 14, spares "
+        f"GPU. By writing bfloat16, the {norms} layer norms of a step move 6 bytes per number in "
+        "forward instead of 14, which saves "
         f"{16 * norms * per_norm / 1e9:.1f} GB in both passes, or "
         f"{1e3 * 16 * norms * per_norm / of_memory:.1f} ms at the speed of a copy",
     ),
@@ -3171,14 +3181,15 @@ lab.together(
         ]
         if layer_host.rows
         else [],
-        "How long the host takes to launch forward and backward of one layer of large, while "
-        "nothing is queued: medians of 120 calls, and the middle 60 % of them. Eager, our "
-        f"attention adds {dearer['attention']:.1f} ms to those with SDPA, our layer norm "
+        "How long the host takes to launch forward and backward of one layer of large while "
+        "nothing is queued: medians of 120 calls, with their middle 60 %. In eager mode our "
+        f"attention adds {dearer['attention']:.1f} ms to the time with SDPA, our layer norm "
         f"{dearer['layer norm']:.1f} and our dropout {dearer['dropout']:.1f}"
         + (
             f". With SDPA, {n_layers} such calls take {n_layers * of_layer_host('SDPA'):.0f} ms, "
-            f"more than the launches of a step, {sdpa_host:.0f}: each enters autocast and starts "
-            "autograd anew, but what takes the time we did not measure. Compare only differences"
+            f"more than the {sdpa_host:.0f} for all launches of a step: each call enters autocast "
+            "and starts autograd anew, but we did not measure what takes the time. Compare only "
+            "differences"
             if n_layers * of_layer_host("SDPA") > sdpa_host
             else ""
         ),
@@ -3197,15 +3208,15 @@ lab.together(
         if steps.rows and profile_of.rows
         else [],
         "Both passes of the eager formula under autocast, in a step of large at 1,024, without "
-        "scale, mask and casts. Backward does four matmuls for the two of forward; softmax does "
-        "about five FLOPs per score in forward and four in backward. "
+        "scale, mask and casts. With the table stored, backward does four matmuls and forward two; "
+        "softmax does about five FLOPs per score in forward and four in backward. "
         + (
             f"The matmuls do {12 * head / 9:.0f} times the FLOPs in less time. "
             if took_inside["matmuls"][1] < took_inside["softmax"][1]
             else ""
         )
-        + "Their time is that of attention in the first table less that of softmax, which is from "
-        "another profile",
+        + "Their time is that of attention in the first table minus that of softmax, which comes "
+        "from another profile",
     ),
 )
 
@@ -3213,8 +3224,8 @@ lab.together(
 # One launch for a whole step
 # ---------------------------
 #
-# Every step launches the same kernels, so they can be recorded: a :term:`CUDA graph` records the
-# launches of a step once, and from then on one call of the host replays them all.
+# Since every step launches the same kernels, we can record them: a :term:`CUDA graph` captures the
+# launches of a step once, and from then on a single call from the host replays them all.
 #
 # .. code-block:: python
 #
@@ -3224,35 +3235,35 @@ lab.together(
 #    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
 #    stream.wait_stream(torch.cuda.current_stream())
 #    with torch.cuda.stream(stream):
-#        training.whole()             # run, and not recorded
+#        training.whole()             # run, not recorded
 #    torch.cuda.current_stream().wait_stream(stream)
 #
 #    for group in optimizer.param_groups:
 #        group["capturable"] = True
 #    with torch.cuda.graph(graph, stream=stream):
-#        training.whole()             # recorded, and not run
-#    graph.replay()                   # one step, with new masks of dropout
+#        training.whole()             # recorded, not run
+#    graph.replay()                   # one step, with new dropout masks
 #
-# A capture takes place on a stream of its own. A step runs there first, because what happens only
-# once, such as compiling, must not be recorded. PyTorch captures AdamW only if it is
+# The capture takes place on a separate stream. One step runs there beforehand, because one-off
+# work, such as compiling, must not be recorded. PyTorch captures AdamW only if it is
 # ``capturable``.
 #
-# **A graph reads its batch from the memory where it lay at capture**, so the next batch must be
+# **A graph reads its batch from the memory that held it at capture**, so the next batch must be
 # copied there: ``training.tokens.copy_(tokens)`` and ``training.following.copy_(following)``. After
-# ``training.tokens = tokens`` the graph trains on the old tokens, without an error (see *What
-# breaks it*). A learning rate that is a Python number is fixed at capture too.
+# ``training.tokens = tokens`` the graph silently trains on the old tokens (see *What breaks it*). A
+# learning rate that is a Python number is likewise fixed at capture.
 
 # Folded: The whole capture function
 lab.together(
     lab.read(
-        "`wait_stream` keeps the order, because streams do not wait for each other by themselves. "
-        "Libraries, too, set up something for a new stream, which the first step keeps out of the "
-        "graph. To change the learning rate, make it a tensor and fill that."
+        "`wait_stream` enforces the order, because streams do not wait for each other by "
+        "themselves. Libraries, too, do some set-up for a new stream, and the first step keeps it "
+        "out of the graph. To change the learning rate, make it a tensor and fill that tensor."
     ),
     lab.read(
-        "AdamW becomes capturable only after the first step, because earlier it draws a warning. "
-        "So late this suffices only because `fused=True` already counts the steps on the GPU. The "
-        "masks of dropout are new in each replay, because PyTorch writes the state of its "
+        "We make AdamW capturable only after the first step, because doing so earlier draws a "
+        "warning. Doing it this late is enough only because `fused=True` already counts the steps "
+        "on the GPU. The dropout masks are new in each replay: PyTorch writes the state of its "
         "generator into memory that the graph reads, and our dropout draws its seed from that "
         "generator on the GPU."
     ),
@@ -3323,7 +3334,7 @@ def graph_dots(axes, rows):
     axes.set_ylim(place - 0.6, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.set_xlim(0, 1.06 * longest)
-    axes.set(xlabel="ms of a training step")
+    axes.set(xlabel="ms per training step")
     axes.plot([], [], "D", color=grey, markersize=8, label="as a graph")
     axes.plot([], [], "o", color=grey, label="launched by the host", **hollow)
 
@@ -3346,42 +3357,41 @@ AT_TOP = [
 ]
 lab.read(
     measured(
-        "**So it was the host: as a graph, the compiled step with all of ours takes "
-        f"{step_ms(graphed):.0f} ms instead of {our_took:.0f}"
+        "**The host was indeed the bottleneck: as a graph, the compiled step with all our "
+        f"operators takes {step_ms(graphed):.0f} ms instead of {our_took:.0f}"
         if no_waiting and gained["Kernel Book"] > 1.1
-        else "**As a graph, the compiled step with all of ours takes "
+        else "**As a graph, the compiled step with all our operators takes "
         f"{step_ms(graphed):.0f} ms instead of {our_took:.0f}",
         step_ms(graphed),
     )
     + measured(
-        ".** Its difference from the graph with SDPA is within the scatter. "
+        ".** The difference from the graph with SDPA is within the scatter. "
         if not differs(step_row(sdpa_graphed), step_row(graphed))
-        else f", and is {by_step:.1f} ms faster than the graph with SDPA.** "
+        else f", {by_step:.1f} ms less than the graph with SDPA.** "
         if by_step > 0
-        else f", and is {-by_step:.1f} ms slower than the graph with SDPA.** ",
+        else f", {-by_step:.1f} ms more than the graph with SDPA.** ",
         by_step,
     )
     + (
-        "The order of the bars is back. "
+        "The order of the bars is restored. "
         if all(step_ms(a) > step_ms(b) for a, b in pairwise(AT_TOP))
         else ""
     )
     + measured(
-        "The eager formula gains next to nothing, because its kernels take longer than its "
-        "launches."
+        "The eager formula hardly gains, since its kernels take longer than its launches."
         if gained["PyTorch"] < 1.03 and host_ms("PyTorch") < busy_ms_of("PyTorch")
-        else f"From the eager formula it takes {100 - 100 / gained['PyTorch']:.0f} %.",
+        else f"A graph saves {100 - 100 / gained['PyTorch']:.0f} % of the eager formula's time.",
         gained["PyTorch"],
     )
 )
 
 # %%
-# Other sizes, and a longer context
-# ---------------------------------
+# Other sizes and a longer context
+# --------------------------------
 #
-# Wider models and longer contexts have longer kernels, deeper models more launches. The two
-# compiled steps, with SDPA and with all of ours, race in three more sizes, and in *large* at a
-# context of 16,384 with a single sequence.
+# Wider models and longer contexts make each kernel run longer; deeper models need more launches. We
+# race the two compiled steps, with SDPA and with all our operators, in three more sizes, and in
+# *large* at a context of 16,384 with a single sequence.
 
 # Measuring
 RACES = (
@@ -3489,7 +3499,7 @@ lab.table(
         }
         for model, rows in race.items()
     ],
-    "Milliseconds of a compiled step, as a graph (± half the middle 60 %) and launched "
+    "Milliseconds per compiled step, as a graph (± half the span of the middle 60 %) and launched "
     "by the host",
 )
 # %%
@@ -3654,7 +3664,7 @@ graph_costs = {  # by how many milliseconds the graphs take longer than the laun
     for model in no_gain
 }
 lost_by_graph = "".join(
-    f"; in {model} it costs {' and '.join(f'{loss:.1f}' for loss in found)} ms"
+    f"; in {model} it even costs {found[0]:.1f} ms with SDPA and {found[1]:.1f} with ours"
     for model, found in graph_costs.items()
     if min(found) > 0
 )
@@ -3665,7 +3675,7 @@ lead = " to ".join(
 )
 lab.read(
     (
-        f"**As graphs, our operators take {lead} % less time than SDPA in "
+        f"**As graphs, steps with our operators take {lead} % less time than with SDPA in "
         + (
             f"every case but {level[0]}**, where "
             + (
@@ -3673,14 +3683,14 @@ lab.read(
                 if level[0] in sides["attention", 1]
                 else ""
             )
-            + "the difference of the steps is within the scatter. "
+            + "the difference is within the scatter. "
             if ahead and len(level) == 1 and not behind
             else f"{listed(ahead)}"
             + (f", and lose in {listed(behind)}" if behind else "")
             + ".** "
         )
         if ahead
-        else "**As graphs, our operators win nowhere"
+        else "**As graphs, steps with our operators win nowhere"
         + (f", and lose in {listed(behind)}" if behind else "")
         + ".** "
     )
@@ -3695,11 +3705,11 @@ lab.read(
         else ""
     )
     + (
-        "In the others a graph brings nothing that we can tell, because their kernels take longer "
-        f"than the launches{lost_by_graph}. "
+        "In the other cases a graph gains nothing measurable, because the kernels take longer than "
+        f"the launches{lost_by_graph}. "
         if waiting and sorted(no_gain) == sorted(set(race) - set(waiting))
-        else f"In {listed(no_gain)} a graph brings nothing that we can tell, because the kernels "
-        f"take longer than the launches{lost_by_graph}. "
+        else f"In {listed(no_gain)} a graph gains nothing measurable, because the kernels take "
+        f"longer than the launches{lost_by_graph}. "
         if no_gain
         else ""
     )
@@ -3713,8 +3723,8 @@ lab.read(
 lab.draw(more, "Where the two graphs differ", kinds_in_words, kind_bars)
 lab.together(
     lab.read(
-        "Profiles compare the kernels of the two graphs. Between the matmuls ours take "
-        f"{tally('between')}. In attention they take {tally('attention')}. "
+        "Profiles compare the kernels of the two graphs. Between the matmuls, those with our "
+        f"operators take {tally('between')}. In attention they take {tally('attention')}. "
         + (
             "In 2.7B our attention pads heads of 80 numbers to 128. In that shape it takes "
             + (
@@ -3722,9 +3732,10 @@ lab.together(
                 if pads > 0.9
                 else "less time for heads of 80 than for heads of 128"
             )
-            + f" ({100 * pads:.0f} %), for 5/8 of the useful FLOPs. "
+            + f" ({100 * pads:.0f} %), although they need only 5/8 of the FLOPs. "
             + (
-                "Padding is probably why SDPA is faster there; we have not removed it to see. "
+                "Padding is probably why SDPA is faster there, but we have not removed it to find "
+                "out. "
                 if pads > 0.9 and "2.7B" in sides["attention", 1]
                 else ""
             )
@@ -3732,18 +3743,18 @@ lab.together(
             else ""
         )
         + measured(
-            f"Between the two compiled graphs of large, the kernels differ by {by_kernels:.1f} ms "
-            f"in profiles of replays, and the steps by {by_step:.1f}. A step takes "
+            f"The kernels of the two compiled graphs of large differ by {by_kernels:.1f} ms in "
+            f"profiles of replays, and the steps by {by_step:.1f}. A step takes "
             f"{step_ms(sdpa_graphed) - busy_ms_of(sdpa_graphed):.1f} ms longer than its kernels "
-            f"with SDPA and {step_ms(graphed) - busy_ms_of(graphed):.1f} with ours; we did not "
-            "measure what fills this time.",
+            f"with SDPA and {step_ms(graphed) - busy_ms_of(graphed):.1f} with our operators; we "
+            "did not measure what fills this time.",
             by_kernels,
             by_step,
         )
     ),
     lab.read(
         measured(
-            "In large, the graph of the eager step with all of ours takes "
+            "In large, the graph of the eager step with all our operators takes "
             + (
                 f"{by_compiling:.1f} ms more than that of the compiled one. "
                 if by_compiling > 0
@@ -3752,8 +3763,8 @@ lab.together(
             ),
             by_compiling,
         )
-        + "What each of our operators is worth in a graph we did not measure, and the size small "
-        "did not race."
+        + "We did not measure what each of our operators is worth in a graph, and we did not race "
+        "the size small."
     ),
     lab.table(
         [
@@ -3768,9 +3779,9 @@ lab.together(
             for model, rows in race.items()
             for name, label in zip(graphs, ("SDPA", "ours"), strict=True)
         ],
-        "Milliseconds of a step as a graph, with the middle 60 % of them, and of its kernels by "
-        "kind, the medians of three profiles. We call two times different if their medians are at "
-        "least 1 % apart and the middle 60 % of them do not overlap",
+        "Milliseconds of a step as a graph, with their middle 60 %, and of its kernels by kind, as "
+        "medians of three profiles. We call two times different if their medians are at least 1 % "
+        "apart and their middle 60 % do not overlap",
     ),
 )
 
@@ -3778,9 +3789,9 @@ lab.together(
 # What breaks it
 # --------------
 #
-# **Parameters in bfloat16.** Autocast leaves the parameters in float32 and casts them for each
-# matmul, because in bfloat16 an update smaller than half the gap to the next number is rounded
-# away, however often it comes.
+# **Parameters in bfloat16.** Autocast keeps the parameters in float32 and casts them for each
+# matmul, because in bfloat16 any update smaller than half the gap to the next number is rounded
+# away, however often it is repeated.
 
 for dtype in (torch.float32, torch.bfloat16):
     weight = torch.ones((), dtype=dtype)
@@ -3789,8 +3800,8 @@ for dtype in (torch.float32, torch.bfloat16):
     print(f"{dtype}: {weight.item():.4f} after 1,000 updates of -0.001")
 
 # %%
-# **A graph replayed on other data.** This graph of a sum is captured for four zeros, and then asked
-# to add up four ones.
+# **A graph replayed on other data.** Here we capture a sum of four zeros as a graph, then ask the
+# graph to sum four ones.
 
 
 def sums_of_replays():
@@ -3819,8 +3830,8 @@ replayed = lab.measure("The sum that the graph returns", sums_of_replays)
 # Reading
 renamed, copied = (replayed.rows[0] if replayed.rows else {"": nan, " ": nan}).values()
 lab.read(
-    f"After `batch = next_batch` the graph returns {renamed:.0f}, and after `copy_(next_batch)` it "
-    f"returns {copied:.0f}."
+    f"After `batch = next_batch` the graph returns {renamed:.0f}; only after `copy_(next_batch)` "
+    f"does it return {copied:.0f}."
 )
 
 # %%
@@ -3830,18 +3841,19 @@ lab.read(
 
 # Reading
 lab.read(
-    "**As long as attention stores its table, most of a step in bfloat16 moves bytes.** "
+    "**As long as attention stores its table, a step in bfloat16 spends most of its time moving "
+    "bytes.** "
     + (
-        "Replacing attention is worth more than all other operators together: "
+        "Replacing attention is worth more than all other replacements together: "
         if saves("PyTorch", "+ attention") > 0.8 * saves("PyTorch", "+ dropout")
-        else "Attention without it, the book's or PyTorch's, is what shortens the kernels most: "
+        else "Attention without it, the book's or PyTorch's, saves more time than anything else: "
     )
     + f"the kernels of an eager step fall from {busy_ms_of('PyTorch'):.0f} ms to "
     f"{by_attention}, and "
     + (
-        "the peak of its memory halves."
+        "peak memory halves."
         if abs(saved_peak / step("peak, GiB", "PyTorch") - 0.5) < 0.02
-        else f"the peak of its memory falls from {step('peak, GiB', 'PyTorch'):.0f} GiB to "
+        else f"peak memory falls from {step('peak, GiB', 'PyTorch'):.0f} GiB to "
         f"{' and '.join(sorted(peaks, reverse=True))}."
     )
 )
@@ -3850,18 +3862,18 @@ lab.read(
 
 # Reading
 lab.read(
-    "**A step also pays for its launches**, which a layer timed on the GPU alone does not show: "
-    f"eager, it takes {step_ms('+ dropout'):.0f} ms with all of ours and {step_ms('SDPA'):.0f} "
-    "with SDPA. Where the host is the slower, capture the step as a graph. "
-    + (f"Without a graph, take SDPA in {listed(waiting)}. " if waiting else "")
+    "**A step also pays for its launches**, which timing a layer on the GPU alone does not show: "
+    f"an eager step takes {step_ms('+ dropout'):.0f} ms with all our operators and "
+    f"{step_ms('SDPA'):.0f} with SDPA. Where the host is slower, capture the step as a graph. "
+    + (f"Without a graph, use SDPA in {listed(waiting)}. " if waiting else "")
     + (
-        f"As graphs, our operators are ahead of SDPA by {lead} % in {FEW[len(ahead)]} of "
+        f"As graphs, our operators are {lead} % ahead of SDPA in {FEW[len(ahead)]} of "
         f"{FEW[len(by_model)]} cases"
         if ahead
         else "As graphs, our operators are ahead of SDPA in no case"
     )
     + (f", and behind in {FEW[len(behind)]}" if behind else "")
-    + (f"; in {listed(level)} the scatter hides any difference." if level else ".")
+    + (f"; in {listed(level)} any difference is lost in the scatter." if level else ".")
 )
 
 
@@ -3870,9 +3882,9 @@ lab.read(
 # ---------
 #
 # **1. Where does attention overtake?** A layer has :math:`12 d^2` weights in its linear layers.
-# Count the FLOPs per token of these layers and of causal attention over :math:`T` tokens, forward
-# and backward. The backward pass of attention does five matmuls for the two of forward. At which
-# context do linear layers and attention do the same work?
+# Count the FLOPs per token, forward and backward, of these layers and of causal attention over
+# :math:`T` tokens. Without the table, attention does two matmuls in forward and five in backward.
+# At which context do the linear layers and attention do the same work?
 
 # %%
 
@@ -3880,7 +3892,7 @@ lab.read(
 #
 # Linear layers: two FLOPs per weight and token in each of three matmuls (output, gradient of the
 # input, gradient of the weight): 2 * 3 * 12 d^2 = 72 d^2.
-# Attention: a query meets T / 2 keys on average, in two matmuls of 2 d FLOPs per key: 2 T d.
+# Attention: a query sees T / 2 keys on average, in two matmuls of 2 d FLOPs per key: 2 T d.
 # Backward does 5 / 2 of that, 5 T d. Together: 7 T d.
 rows = []
 for name, size in SIZES.items():
@@ -3890,9 +3902,9 @@ for name, size in SIZES.items():
     rows.append({"size": name, "context": context})
 lab.table(
     rows,
-    "From here on attention does most of the work"
+    "From this context on, attention does most of the work"
     + (
-        f"; large at {LONG:,}, which raced above, lies beyond"
+        f"; large at {LONG:,}, which we raced above, lies beyond it"
         if 72 * SIZES["large"].d_model // 7 < LONG
         else ""
     ),
@@ -3900,10 +3912,10 @@ lab.table(
 
 # %%
 # **2. What fits?** 2.7B has 2.57 billion parameters, a :math:`d` of 2,560, :math:`f = 4 d`, and 32
-# layers of 32 heads. A parameter takes 16 bytes: itself, its gradient and two averages. Up to which
-# context, in powers of two, does it train in 140 GB with a batch of 4? Count for float32, as above;
-# for autocast, where a layer keeps :math:`22 N d + 4 N f + 6 B H T^2 + 8 d^2 + 4 d f` bytes; and
-# for autocast without the table.
+# layers of 32 heads. Each parameter takes 16 bytes: itself, its gradient and two averages. What is
+# the longest context, a power of two, at which it trains in 140 GB with a batch of 4? Count as
+# above for float32; for autocast, where a layer keeps
+# :math:`22 N d + 4 N f + 6 B H T^2 + 8 d^2 + 4 d f` bytes; and for autocast without the table.
 
 # %%
 
