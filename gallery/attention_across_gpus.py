@@ -2,17 +2,18 @@
 Attention across GPUs
 =====================
 
-To train on a text of a million tokens, a model must keep more data than one GPU can hold. *How do
-several GPUs share one attention, and how much of their speed is left when they do?*
+A model that trains on a million-token text must keep more data than one GPU can hold, yet queries
+must reach the keys on other GPUs. *How do several GPUs share one attention, and how much of their
+speed is left when they do?*
 
 You will learn
 
-- how GPUs pass keys and values round a ring, and merge what they compute by one number per query;
-- which order of the tokens gives every GPU the same work under a causal mask;
-- how fast the connection between GPUs must be, and what that means for 8, 64 and 1,024 of them.
+- how GPUs pass keys and values round a ring and merge their results with one number per query;
+- how to lay out the tokens so that every GPU has the same work under a causal mask;
+- how fast the connection between GPUs must be, and what follows for 8, 64 and 1,024 of them.
 
-The speeds are those of a recorded run, unless two NVIDIA GPUs or more are at hand. Without them two
-CPU processes run the same checks in Triton's :term:`interpreter`.
+Without two or more NVIDIA GPUs, this page replays the speeds of a recorded run, and two CPU
+processes run the same checks in Triton's :term:`interpreter`.
 """
 
 # sphinx_gallery_thumbnail_number = 2
@@ -57,20 +58,19 @@ KEPT, LAYERS, H200_GIB = 4, 32, 140
 per_token = 16 * 128 * 2
 million = LAYERS * KEPT * 1048576 * per_token / 2**30
 lab.read(
-    "A million tokens need several GPUs, because attention keeps `q`, `k`, `v` and `out` of each "
-    "token for the backward pass. With 16 heads of 128 numbers in bfloat16, each of the four takes "
-    f"{per_token // 1024} KiB per token, so {LAYERS} layers keep {million:.0f} GiB, "
-    f"{million / H200_GIB:.1f} times the {H200_GIB} GiB of an H200, which must hold the weights as "
-    "well."
+    "A million tokens need several GPUs, because attention keeps `q`, `k`, `v` and `out` of every "
+    "token for the backward pass. With 16 heads of 128 numbers in bfloat16, each of these tensors "
+    f"takes {per_token // 1024} KiB per token, which adds up to {million:.0f} GiB over {LAYERS} "
+    f"layers: {million / H200_GIB:.1f} times the {H200_GIB} GiB of an H200, which must also hold "
+    "the weights."
 )
 
 # %%
-# So the GPUs share the sequence. A process with its GPU is a :term:`rank`, and the number of ranks
-# is the *world size*, :math:`W`. A query must meet all keys, but it can meet them part by part,
-# because outputs over parts can be merged by their :term:`logsumexp`, as in
-# :doc:`decoding </chapters/attention_in_models>`. Let
-# ``out`` and ``lse`` belong to the keys met so far, and ``part`` and ``lse_part`` to the next part
-# of the keys. Then
+# The GPUs therefore share the sequence. A process and its GPU form a :term:`rank`, and the number
+# of ranks is the *world size*, :math:`W`. Every query must meet all keys, but it can meet them one
+# part at a time, because we can merge the outputs over different parts by their
+# :term:`logsumexp`, as in :doc:`decoding </chapters/attention_in_models>`. Let ``out`` and ``lse``
+# cover the keys met so far, and ``part`` and ``lse_part`` the next part of the keys. Then
 #
 # .. math::
 #
@@ -80,8 +80,8 @@ lab.read(
 #    lse &\leftarrow \log\left(e^{lse} + e^{lse_{part}}\right)
 #    \end{aligned}
 #
-# If the exponentials of a query's scores add up to 3 so far and to 1 over the next part, then
-# :math:`w = 1/4`: the new output is three quarters of ``out`` and one quarter of ``part``.
+# Suppose the exponentials of a query's scores add up to 3 so far and to 1 over the next part. Then
+# :math:`w = 1/4`, and the new output is three quarters ``out`` and one quarter ``part``.
 
 # %%
 
@@ -89,7 +89,7 @@ lab.read(
 lab.listing(
     {
         "The merge. The sigmoid is 0 for a query that sees no key of the next part. If the query "
-        "has met no key so far either, −∞ minus −∞ is NaN, which masked_fill_ replaces by 0": (
+        "has met no key so far either, −∞ minus −∞ is NaN, which masked_fill_ replaces with 0": (
             ring.merge
         )
     }
@@ -99,19 +99,19 @@ lab.listing(
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    The ranks stand in a ring. Queries stay where they are. In each step a rank computes with the
-#    keys and values that it has, while it sends them on to the next rank.
+#    The ranks form a ring, and queries stay where they are. In each step, a rank computes with the
+#    keys and values that it holds while it sends them on to the next rank.
 #
 # .. animation:: ring_of_ranks
 #
-# After as many steps as there are ranks, each query has met each key. This is *ring attention*, by
-# Liu and others. Here one process plays all ranks in turn, without a mask. ``travelling[rank]`` are
-# the keys and values that a rank now has, and ``found[rank]`` is its output so far with
-# its lse. ``reference.attention`` is the formula in PyTorch, which returns both:
+# After as many steps as there are ranks, every query has met every key. This is *ring attention*,
+# by Liu, Zaharia and Abbeel. Let one process first play all ranks in turn, without a mask:
+# ``travelling[rank]`` holds the keys and values that a rank has now, and ``found[rank]`` its output
+# so far with its lse. ``reference.attention``, the formula in PyTorch, returns both:
 
 
 def ring_in_turn(parts):
-    """Attention of the q, k and v of each rank, computed step by step: the outputs."""
+    """Return the output of each rank, computed step by step from every rank's q, k and v."""
     queries = [q for q, _, _ in parts]
     travelling = [(k, v) for _, k, v in parts]
     found = [None] * len(parts)
@@ -122,7 +122,7 @@ def ring_in_turn(parts):
                 found[rank] = part.float(), lse_part.float()
             else:
                 ring.merge(*found[rank], part, lse_part.float())
-        # each rank passes on to the next, and the last to the first
+        # each rank passes its keys and values to the next, and the last to the first
         travelling = [travelling[-1], *travelling[:-1]]
     return [out for out, _ in found]
 
@@ -136,17 +136,18 @@ out = torch.cat(ring_in_turn(parts), dim=2)
 whole, _ = reference.attention(q, k, v)
 torch.testing.assert_close(out.double(), whole, rtol=1e-5, atol=1e-6)
 lab.read(
-    "Three ranks find the output of the whole sequence, to "
-    f"{(out - whole).abs().max().item():.0e} with sums in float32."
+    "Three ranks reproduce the output of the whole sequence to within "
+    f"{(out - whole).abs().max().item():.0e}, with sums in float32. A causal mask, however, makes "
+    "their work uneven."
 )
 
 # %%
-# Who holds which tokens
-# ----------------------
+# The layout of the tokens
+# ------------------------
 #
-# Under a causal mask the layout of the tokens decides who must work, because token :math:`t`,
-# counted from 0, sees :math:`t + 1` keys. Let four ranks share eight tokens, first in order and
-# then with one token from either end:
+# Under a causal mask, token :math:`t`, counted from 0, sees :math:`t + 1` keys, so the layout of
+# the tokens decides how much work each rank has. Let four ranks share eight tokens, first in order
+# and then with one token from either end:
 
 layouts = {
     "contiguous": [(0, 1), (2, 3), (4, 5), (6, 7)],
@@ -160,13 +161,13 @@ for layout, held in layouts.items():
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    The *zig-zag* layout cuts the sequence into twice as many pieces as there are ranks, and gives
-#    each rank one from either end: of :math:`W` ranks, rank :math:`r` holds the pieces :math:`r`
-#    and :math:`2W - 1 - r`.
+#    The *zig-zag* layout cuts the sequence into twice as many pieces as there are ranks and gives
+#    each rank one piece from either end: of :math:`W` ranks, rank :math:`r` holds pieces
+#    :math:`r` and :math:`2W - 1 - r`.
 #
-# The Llama 3 report describes this layout, and *striped attention* an earlier one that deals out
-# single tokens. The next figure has a row for each piece of queries, a column for each piece of
-# keys, and in a cell the step in which they meet:
+# The Llama 3 report describes this layout; *striped attention*, an earlier one, deals out single
+# tokens. In the next figure each row is a piece of queries, each column a piece of keys, and each
+# cell shows the step in which the two meet:
 
 # %%
 
@@ -236,12 +237,12 @@ lab.sketch(
 )
 
 # %%
-# With zig-zag the work is equal not only in sum but in every step. When the keys come from a lower
+# Zig-zag balances the work not only in total but in every step. When the keys come from a lower
 # rank, all queries see its early piece and none see its late piece. When they come from a higher
-# rank, only the late queries see them, both pieces. Either way half of the scores remain, as in a
-# rank's own part under the mask.
-# In the next figure a bar is a rank's work in a step, and a dotted line ends each step, because a
-# rank waits for its neighbour's keys:
+# rank, only the late queries see them, but these see both pieces. Either way half of the scores
+# remain, just as in a rank's own part under the mask. In the next figure each bar is a rank's work
+# in one step. Ranks wait for their neighbours' keys, so each step ends (dotted line) with its
+# slowest rank:
 
 # %%
 
@@ -291,23 +292,23 @@ lab.sketch(
 )
 
 # %%
-# Take as the unit the time for all queries of one rank with all keys of another. Zig-zag takes half
-# a unit per step, :math:`W / 2` in all. Contiguous parts take half a unit for the first step and a
-# whole unit for each of the :math:`W - 1` others: :math:`W - 1/2` in all. **So by this count
-# zig-zag is 1.5 times as fast with two ranks, and nearly twice as fast with many.**
+# Let one unit be the time that all queries of one rank take with all keys of another. Zig-zag takes
+# half a unit per step, or :math:`W / 2` in all. Contiguous parts take half a unit for the first
+# step and a whole unit for each of the :math:`W - 1` others, or :math:`W - 1/2` in all. **By this
+# count, zig-zag is 1.5 times as fast with two ranks and nearly twice as fast with many.**
 #
-# The loop of a rank
-# ------------------
+# The loop on one rank
+# --------------------
 #
-# Each rank runs the loop in a process of its own, and sends and computes at the same time, because
-# NCCL, NVIDIA's library for communication, transfers on a :term:`stream` of its own.
-# ``ring._pass_on(sent, group, into)`` begins to send ``sent`` to the next rank and to receive
-# ``into`` from the rank before. It returns handles at once. With NCCL, ``wait`` on a handle makes
-# the stream of the kernels wait, but not the host.
+# Each rank runs the loop in its own process. It can send and compute at the same time, since NCCL,
+# NVIDIA's communication library, runs transfers on its own :term:`stream`.
+# ``ring._pass_on(sent, group, into)`` starts sending ``sent`` to the next rank and receiving
+# ``into`` from the previous one, and returns handles immediately. With NCCL, calling ``wait`` on a
+# handle makes the kernels' stream wait, but not the host.
 #
-# This is ``ring_in_turn`` as one rank runs it, under a causal mask and with zig-zag. In each step
-# ``kv`` are the keys and values of the rank ``source``, ``following`` is the memory for the next
-# ones, and ``attention`` is the kernel of the earlier chapters:
+# Here is ``ring_in_turn`` as one rank runs it, with a causal mask and zig-zag. In each step, ``kv``
+# holds the keys and values of the rank ``source``, ``following`` is the memory for the next ones,
+# and ``attention`` is the kernel of the earlier chapters:
 
 
 def ring_of_rank(rank, world, q, k, v):
@@ -364,9 +365,9 @@ on_one = F.scaled_dot_product_attention(*drawn, is_causal=True)
 error_of_one = (on_one.double() - truth).abs().max().item()
 assert max(errors) < 0.05
 lab.read(
-    f"On {ranks.world} ranks the outputs of this loop and of the package's differ from float64 by "
-    f"at most {max(errors):.4f}, and PyTorch's attention on one device, which rounds less often, "
-    f"by {error_of_one:.4f}."
+    f"On {ranks.world} ranks, the outputs of this loop and of the package's differ from "
+    f"float64 by at most {max(errors):.4f}. PyTorch's attention on one device, which rounds less "
+    f"often, differs by {error_of_one:.4f}."
 )
 
 # %%
@@ -378,21 +379,21 @@ lab.listing({"How a transfer begins": ring._pass_on})
 # The backward pass
 # -----------------
 #
-# Training needs the gradients as well. The backward pass computes the weights again, as
+# Training also needs gradients. The backward pass recomputes the weights as
 # :math:`p_{ij} = e^{s_{ij} - lse_i}`.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    With the lse of all keys, the weights of each part are already those of the whole, so the
-#    gradients of the parts are terms of a sum, and nothing has to be merged.
+#    Given the lse over all keys, the weights of each part are already those of the whole sequence,
+#    so the parts' gradients are terms of a sum, and nothing has to be merged.
 #
-# These are the terms of one part, by the steps of :doc:`/chapters/attention_backward`, with ``out``
-# and ``lse`` of all keys:
+# Here are the terms of one part, by the steps of :doc:`/chapters/attention_backward`, with ``out``
+# and ``lse`` over all keys:
 
 
 def terms_of_part(q, k, v, out, lse, do):
-    """What a part of the keys adds to dq, and its dk and dv."""
+    """Return what one part of the keys adds to dq, dk and dv."""
     scale = q.shape[-1] ** -0.5
     p = torch.exp(scale * q @ k.mT - lse[..., None])
     delta = (do * out).sum(-1, keepdim=True)
@@ -401,13 +402,13 @@ def terms_of_part(q, k, v, out, lse, do):
 
 
 # %%
-# The terms of ``dq`` belong to the rank's own queries, and stay. The sums of ``dk`` and ``dv``
-# travel with their keys. Each rank adds its terms as they pass, and a last transfer brings them
-# home:
+# The terms of ``dq`` belong to the rank's own queries and stay with them. The sums of ``dk`` and
+# ``dv`` travel with their keys, each rank adds its terms as they pass, and a last transfer brings
+# them home:
 
 
 def ring_backward_in_turn(parts, outs, lses, dos):
-    """The gradients of q, k and v of each rank."""
+    """Return the gradients of each rank's q, k and v."""
     dqs = [torch.zeros_like(q) for q, _, _ in parts]
     moving = [(k, v, torch.zeros_like(k), torch.zeros_like(v)) for _, k, v in parts]
     for _ in parts:
@@ -416,7 +417,7 @@ def ring_backward_in_turn(parts, outs, lses, dos):
             terms = terms_of_part(q, k, v, outs[rank], lses[rank], dos[rank])
             for total, term in zip((dqs[rank], dk, dv), terms, strict=True):
                 total += term
-        moving = [moving[-1], *moving[:-1]]  # after all steps each is home
+        moving = [moving[-1], *moving[:-1]]  # home after the last step
     return [(dq, dk, dv) for dq, (_, _, dk, dv) in zip(dqs, moving, strict=True)]
 
 
@@ -440,10 +441,11 @@ wrong = max(
     for found, gradient in zip(gradients, expected, strict=True)
 )
 lab.read(
-    f"Three ranks find the gradients of the whole, to {wrong:.0e} in float64. A rank's terms for "
-    "its own keys go round as well, which costs one transfer but keeps the loop simple. The "
-    "package adds outputs and gradients in 16 bits with two ranks, where there is only one "
-    "addition, and in 32 with more, because the roundings of many additions would pile up."
+    f"Three ranks reproduce the gradients of the whole sequence to within {wrong:.0e} in float64. "
+    "A rank's terms for its own keys also travel round the ring, which costs one transfer but "
+    "keeps the loop simple. With two ranks, where there is only one addition, the package adds "
+    "outputs and gradients in 16 bits; with more it uses 32, since the rounding errors of many "
+    "additions would accumulate."
 )
 
 # %%
@@ -451,8 +453,8 @@ lab.read(
 # Folded: The package's loop, forward and backward
 lab.listing(
     {
-        "What a rank computes with the keys of the rank source: queries, keys, and whether under "
-        "the mask": ring._work,
+        "What a rank computes with the keys of the rank source: which queries, which keys, and "
+        "whether the mask applies": ring._work,
         "The forward pass of a rank": ring._Ring.forward,
         "The backward pass of a rank": ring._Ring.backward,
     }
@@ -462,9 +464,9 @@ lab.listing(
 # All to all
 # ----------
 #
-# A second way needs no ring, because attention computes each head on its own. It is known from
-# DeepSpeed Ulysses: one exchange turns all heads of some tokens into all tokens of some heads, on
-# which a rank computes ordinary attention, and a second exchange undoes the first.
+# Since attention computes each head independently, there is a second way that needs no ring, known
+# from DeepSpeed Ulysses. One exchange turns all heads of some tokens into all tokens of some heads,
+# each rank computes ordinary attention on these, and a second exchange undoes the first.
 
 # %%
 
@@ -509,20 +511,20 @@ lab.sketch(
 lab.source(ring._exchange)
 
 # %%
-# **When to choose it.** The number of ranks must divide both the number of query heads and that of
-# key heads. If these are equal, in the forward pass a rank sends :math:`(W - 1) / W` of each of
-# four tensors, where in the ring it sends two tensors :math:`W - 1` times, which is :math:`W / 2`
-# times as many bytes. But nothing is computed meanwhile. So by this count all to all suits short
-# parts on many ranks, and the ring suits long parts, whose transfers hide.
+# **When to choose it.** The number of ranks must divide the number of query heads and that of key
+# heads. If the two are equal, a rank sends :math:`(W - 1) / W` of each of four tensors in the
+# forward pass. In the ring it sends two tensors :math:`W - 1` times, which is :math:`W / 2` times
+# as many bytes, but unlike all to all it computes meanwhile. By this count, all to all suits short
+# parts on many ranks, while the ring suits long parts, whose transfers hide.
 
 # %%
 # Is it right?
 # ------------
 #
-# Outputs and gradients of both ways are compared with float64 on two ranks; three and four run only
-# in the tests of the package. We allow four times the error of PyTorch's attention on one device,
-# or two :term:`ulps <ulp>` where that is more, because the sum of two parts is rounded to 16 bits
-# three times, each term and then the sum, and one rounding is to spare.
+# We compare the outputs and gradients of both methods with float64 on two ranks; three and four
+# ranks run only in the package's tests. The tolerance is four times the error of PyTorch's
+# attention on one device, or two :term:`ulps <ulp>` where that is more: the sum of two parts is
+# rounded to 16 bits three times, each term and then the sum, which leaves one rounding to spare.
 
 # Measuring
 METHODS = {
@@ -592,11 +594,12 @@ checked
 # How fast is it?
 # ---------------
 #
-# The yardstick is *linear scaling*, in the figures the *ideal*: the time of one GPU alone with the
-# same kernels, divided by the number of GPUs. Two changes lead from the obvious version to ours:
+# Our yardstick is *linear scaling*, the dashed line in the next figure: the time of one GPU alone
+# with the same kernels, divided by the number of GPUs. Two changes lead from the obvious version to
+# ours:
 #
-# 1. *contiguous*: each rank holds one piece, sends it, waits, computes;
-# 2. *zig-zag*: the same with two pieces, one from either end;
+# 1. *contiguous*: each rank holds one piece and waits for each transfer before it computes;
+# 2. *zig-zag*: the same with two pieces per rank, one from either end;
 # 3. *zig-zag, transfers hidden*: keys and gradients travel while the rank computes.
 #
 # Both passes run under a causal mask, with 16 heads of 128 in bfloat16. A bar is the median of
@@ -854,21 +857,22 @@ exchanged = max(
     for took in [speed.milliseconds_at("zig-zag", seqlen=n)]
 )
 lab.read(
-    ("**The layout gains most.** " if by_layout > by_hiding else "")
-    + f"Zig-zag is {balanced[first]:.2f} times as fast as contiguous parts at {first:,} tokens, "
-    f"and {balanced[last]:.2f} times at {last:,}, where counting scores promised {promised:.2f}"
+    ("**The layout brings the larger gain.** " if by_layout > by_hiding else "")
+    + f"Zig-zag is {balanced[first]:.2f} times as fast as contiguous parts at {first:,} tokens "
+    f"and {balanced[last]:.2f} times at {last:,}. Counting scores promised {promised:.2f}"
     + (
-        ": the count leaves out transfers and launches, which weigh less on longer sequences. "
+        ", but the count leaves out transfers and launches, which weigh less on longer sequences. "
         if balanced[first] < balanced[last] < promised
         else ". "
     )
-    + f"With hidden transfers as well, the {WORLD} GPUs reach {100 * share['Kernel Book']:.0f} % "
-    f"of linear scaling at {length:,} tokens. "
+    + f"Once the transfers are hidden too, the {WORLD} GPUs reach "
+    f"{100 * share['Kernel Book']:.0f} % of linear scaling at {length:,} tokens. The time of all "
+    f"to all stays within {numpy.ceil(exchanged):.0f} % of zig-zag's"
     + (
-        f"All to all takes as long as zig-zag, within {numpy.ceil(exchanged):.0f} %, although in "
-        "both passes together it sends half as many bytes; we did not look for the reason."
+        ", although in both passes together it sends half as many bytes; we did not look for the "
+        "reason."
         if exchanged < 2 and WORLD == 2
-        else f"All to all takes as long as zig-zag, within {numpy.ceil(exchanged):.0f} %."
+        else "."
     )
 )
 
@@ -911,15 +915,15 @@ changes = [
     if lengths
 ]
 lab.read(
-    (f"**Hiding the transfers {', but '.join(changes)}**" if changes else "")
+    (f"**Hiding the transfers {' but '.join(changes)}**" if changes else "")
     + (
-        f", where its three rounds took {ours_took[0]:.1f} to {ours_took[1]:.1f} ms, and those of "
-        f"zig-zag at most {zigzag_took[1]:.1f}. We did not look for the reason. "
+        f", where its three rounds took {ours_took[0]:.1f} to {ours_took[1]:.1f} ms, against "
+        f"{zigzag_took[1]:.1f} at most for zig-zag; we did not look for the reason. "
         if given_up == [first]
         else ". " * bool(changes)
     )
     + (
-        f"At {' and '.join(f'{n:,}' for n in in_doubt)} tokens it changes less than the "
+        f"At {' and '.join(f'{n:,}' for n in in_doubt)} tokens the change is smaller than the "
         f"{between_sweeps:.1f} points by which two sweeps of our ring differ."
         if in_doubt
         else ""
@@ -1051,17 +1055,17 @@ cost = {row["version"]: row["ms a call"] for row in costs.rows}
 ring_cost, alone_cost = cost.get("ring", nan), cost.get("one GPU", nan)
 lost = all(percent(name, first) < percent(name, last) for name in RUNGS)
 lab.read(
-    ("**Short sequences lose in every version.** " if lost else "")
+    ("**Short sequences scale worse in every version.** " if lost else "")
     + f"At {first:,} tokens the ring takes {ring_ms:.1f} ms, where linear scaling would take "
     f"{ideal_ms:.1f}. "
     + (
-        "Neither the kernels nor the host explains this alone, because the kernels, launched one "
-        f"at a time, take {by_kernels:.1f} ms, and the host {ring_cost:.1f} ms, the time of a "
-        f"call with {SHORT} tokens."
+        "Neither the kernels nor the host explains this alone: launched one at a time, the kernels "
+        f"take {by_kernels:.1f} ms, and the host needs {ring_cost:.1f} ms, as a call with {SHORT} "
+        "tokens shows."
         if max(by_kernels, ring_cost) < 0.9 * ring_ms
-        else "The kernels may cause the loss, because launched one at a time they take "
-        f"{by_kernels:.1f} ms, or the host, which needs {ring_cost:.1f} ms even for {SHORT} "
-        "tokens. In the ring both overlap, so we cannot tell which of them does."
+        else "Either the kernels or the host may cause the loss: launched one at a time, the "
+        f"kernels take {by_kernels:.1f} ms, and the host needs {ring_cost:.1f} ms even for "
+        f"{SHORT} tokens. Since the two overlap in the ring, we cannot tell which it is."
     )
 )
 
@@ -1075,7 +1079,7 @@ timed_alone = [
         f"{WORLD} masked parts of {of_part:,} tokens, launched one at a time",
         without_merge,
     ),
-    ("the same, one of them unmasked and merged, as in the ring", by_kernels)
+    ("the same, with one of them unmasked and merged, as in the ring", by_kernels)
     if WORLD == 2
     else ("the kernels of the ring, launched one at a time", by_kernels),
     (f"one GPU, {SHORT} tokens: its host", alone_cost),
@@ -1125,7 +1129,7 @@ def beside_ours(name, found):
     """How long PyTorch's ring takes, as a paragraph."""
     untimed = [f"{n:,}" for n in LENGTHS if n not in PEER_LENGTHS]
     return (
-        "**PyTorch's own ring**, the experimental `context_parallel`, around "
+        "**PyTorch's own ring**, the experimental `context_parallel` with "
         f"{name.removesuffix(' CP')}'s attention, takes {compared(found)}. The two use different "
         "kernels"
         + (
@@ -1139,7 +1143,7 @@ def beside_ours(name, found):
 lab.read(
     " ".join(beside_ours(name, found) for name, found in timed_peers.items() if found)
     if any(timed_peers.values())
-    else "PyTorch's context parallelism did not run here; the figure names the reason."
+    else "PyTorch's context parallelism did not run here; the figure gives the reason."
 )
 
 # %%
@@ -1147,9 +1151,13 @@ lab.read(
 # Folded: Both rings, in percent of linear scaling
 lab.plot(
     beside,
-    "Beside PyTorch's context parallelism",
+    "Our ring and PyTorch's context parallelism",
     share=True,
-    names={"Kernel Book": "our ring", "cuDNN CP": "PyTorch's"},
+    names={
+        "ideal": "linear scaling",
+        "Kernel Book": "our ring",
+        "cuDNN CP": "PyTorch's",
+    },
 )
 
 # %%
@@ -1253,10 +1261,10 @@ def tensors(held, size):
 
 
 lab.read(
-    f"**With {most} GPUs, what a layer keeps for the backward pass falls to "
-    f"{'half' if most == 2 else f'1/{most}'}, but its peak memory by only "
-    f"{100 * (1 - together / gib.get(1, nan)):.0f} %**, because parts and gradients on their way "
-    "come on top. These exist in one layer at a time."
+    f"**With {most} GPUs, each keeps {'half' if most == 2 else f'1/{most}'} as much per layer for "
+    "the backward pass, but a layer's peak memory falls by only "
+    f"{100 * (1 - together / gib.get(1, nan)):.0f} %**, because parts and gradients in transit add "
+    "to it, one layer at a time."
 )
 
 # %%
@@ -1278,8 +1286,8 @@ lab.together(
     ),
     lab.read(
         " ".join(
-            f"Both passes over {row['tokens']:,} tokens take {row['GPUs']} GPUs "
-            f"{row['seconds']:.1f} s, and {row['GiB per GPU']:.0f} GiB of memory each."
+            f"For both passes over {row['tokens']:,} tokens, {row['GPUs']} GPUs need "
+            f"{row['seconds']:.1f} s and {row['GiB per GPU']:.0f} GiB of memory each."
             for row in long.rows
         )
         or f"A long sequence: {nan}."
@@ -1287,12 +1295,13 @@ lab.together(
 )
 
 # %%
-# One call, in a profiler
-# -----------------------
+# One call in a profiler
+# ----------------------
 #
-# A profiler shows which transfers hide, here on rank 0 with 16,384 tokens per rank. There are four:
-# keys and values in the forward pass (1) and in the backward pass (2), their gradients (3), and the
-# complete gradients on their way home (4). A transfer's bar includes the wait for the other rank.
+# To see which transfers hide, we profile both versions of zig-zag on rank 0, with 16,384 tokens per
+# rank. A call makes four: keys and values in the forward pass (1) and in the backward pass (2),
+# their gradients (3), and the complete gradients on their way home (4). A transfer's bar includes
+# the wait for the other rank.
 
 # Measuring
 TRACED = 16384 // SHRINK * ranks.world
@@ -1392,7 +1401,7 @@ def forward_end(rows, version):
 def draw_schedule(axes, rows):
     places = []
     ours, moving = lab.colour("Kernel Book"), lab.colour("PyTorch")
-    titles = {"waited for": "transfers waited for", "behind": "transfers hidden"}
+    titles = {key: NAMES.get(name, name) for key, name in VERSIONS_TRACED.items()}
     for number, version in enumerate(VERSIONS_TRACED):
         top, turn = 2.7 * number, forward_end(rows, version)
         axes.text(0, top - 0.5, titles[version], fontsize=10, color="#59636e")
@@ -1444,10 +1453,10 @@ def lasts(rows, version):
 
 def told(rows):
     return " ".join(
-        f"Transfers {version}: {lasts(rows, version):.1f} milliseconds, of which computing "
-        f"{busy(rows, version, 'compute'):.1f} and transferring "
+        f"{NAMES.get(name, name).capitalize()}: {lasts(rows, version):.1f} milliseconds, of which "
+        f"computing {busy(rows, version, 'compute'):.1f} and transferring "
         f"{busy(rows, version, 'transfer'):.1f}."
-        for version in VERSIONS_TRACED
+        for version, name in VERSIONS_TRACED.items()
     )
 
 
@@ -1478,34 +1487,32 @@ begins = min(
     (at for at, _ in lane_rows(schedule.rows, "behind", "compute")), default=nan
 )
 lab.read(
-    "**Transfers 2 and 3 hide behind the backward pass.** Transfer 4 does not, because nothing is "
-    "left to compute. Nor does most of transfer 1: the first kernel begins "
-    f"{begins:.1f} ms after the transfer does, perhaps because the host launches the transfer "
-    "first. "
+    "**Transfers 2 and 3 hide behind the backward pass.** Transfer 4 does not, since almost "
+    "nothing is left to compute. Neither does most of transfer 1: the first kernel starts "
+    f"{begins:.1f} ms after it, perhaps because the host launches the transfer first. "
     + (
-        f"Of the {saved:.1f} ms that hiding saves, {moved:.1f} are those of transfers, and the "
-        "rest those of gaps around them. "
+        f"Of the {saved:.1f} ms that hiding saves, {moved:.1f} come from transfers and the rest "
+        "from gaps around them. "
         if moved <= saved
-        else f"Hiding moves {moved:.1f} ms of transfers beside the computation, which then "
-        f"takes {slowed:.1f} ms longer, so it saves {saved:.1f} ms. "
+        else f"Hiding {moved:.1f} ms of transfers saves only {saved:.1f} ms, since the "
+        f"computation takes {slowed:.1f} ms longer. "
         if slowed > 0
         else f"Hiding saves {saved:.1f} ms. "
     )
-    + "The profiler slows the host, so without it hiding may save more or less."
+    + "The profiler slows the host, so hiding may save more or less without it."
     if schedule.rows or schedule.provenance is None
     else "The profiler saw no kernel on this machine."
 )
 
 # %%
-# What the connection must carry
-# ------------------------------
+# The bandwidth of the connection
+# -------------------------------
 #
 # How long must a part be to hide its transfers? A transfer is hidden if it takes no longer than the
-# computation beside it. Let a rank hold :math:`n` tokens, with :math:`H` heads of :math:`D` numbers
-# for queries and :math:`H_k` heads for keys and values. It computes :math:`S` FLOPs per second, and
-# :math:`B` bytes per second reach the next rank. With zig-zag, a step
-# computes :math:`n^2 / 2` scores per head of :math:`4 D` FLOPs each, while keys and values of
-# 16 bits travel:
+# computation that overlaps it. Let a rank hold :math:`n` tokens, with :math:`H` query heads of
+# :math:`D` numbers each and :math:`H_k` heads for keys and values. It computes :math:`S` FLOPs per
+# second and sends :math:`B` bytes per second to the next rank. With zig-zag, a step computes
+# :math:`n^2 / 2` scores per head, at :math:`4 D` FLOPs each, while 16-bit keys and values travel:
 #
 # .. math::
 #
@@ -1517,14 +1524,14 @@ lab.read(
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    What counts are the tokens *per rank*, because the scores grow with the square of their number
-#    and the bytes only with the number itself. Head size does not matter, nor does the
-#    number of ranks beyond two.
+#    What counts is the number of tokens *per rank*: the scores grow with its square, but the bytes
+#    only with the number itself. Neither the head size nor, beyond two, the number of ranks
+#    matters.
 #
 # In the backward pass, a step does 2.5 times the FLOPs. With more than two ranks it sends three
-# times the bytes, because the gradients travel with the keys, in 32 bits. So the factor 2 becomes
+# times the bytes, because the gradients travel with the keys, in 32 bits. The factor 2 thus becomes
 # :math:`2 \cdot 3 / 2.5 = 2.4`. We measure :math:`B` by passing tensors round the ring, and
-# :math:`S` by single steps in either pass.
+# :math:`S` by timing single steps of each pass.
 
 # Measuring
 MEBIBYTES = (0.25, 1, 4, 16, 64, 256) if not TINY else (0.25, 1)
@@ -1609,20 +1616,20 @@ per_link = 25 if re.search("V100|A100|H100|H200", of_record.get("gpu", "")) else
 joined = "NVLink" if links else "the connection"
 lab.read(
     (
-        f"NVLink, NVIDIA's connection between the GPUs of a host, joins our {WORLD} GPUs. "
+        f"Our {WORLD} GPUs are joined by NVLink, NVIDIA's connection between the GPUs of a host. "
         if links
         else ""
     )
     + (
-        f"On paper it carries {per_link * int(links[1])} GB/s in either direction, and we measured "
+        f"On paper it carries {per_link * int(links[1])} GB/s in each direction; we measured "
         if links and per_link
         else "We measured "
     )
     + f"{bandwidth / 1e9:.0f}{' GB/s' * (not (links and per_link))} with a tensor of "
-    f"{MEBIBYTES[-1]} MiB. Between hosts, a network card "
-    f"of 400 Gb/s carries {NETWORK / 1e9:.0f} GB/s at most. A backward step of {largest:,} tokens "
-    f"computes at {flops['backward'] / 1e12:.0f} TFLOP/s. **By the formula, more than "
-    "two ranks hide all transfers but the last from "
+    f"{MEBIBYTES[-1]} MiB. Between hosts, a 400 Gb/s network card carries {NETWORK / 1e9:.0f} GB/s "
+    f"at most. A backward step of {largest:,} tokens runs at "
+    f"{flops['backward'] / 1e12:.0f} TFLOP/s. **By the formula, a ring of more than two ranks "
+    "hides all transfers but the last from "
     f"{round(hidden_from('backward', bandwidth), -2):,.0f} tokens per rank over {joined}, and from "
     f"{round(hidden_from('backward', NETWORK), -3):,.0f} over a network card**, "
     f"or {64 * hidden_from('backward', NETWORK) / 1e6:.1f} million in all on 64 GPUs."
@@ -1650,19 +1657,19 @@ lab.together(
             }
             for n, took in step_of.items()
         ],
-        "A forward step and the transfer beside it",
+        "A forward step and the transfer that overlaps it",
     ),
     lab.read(
-        f"{joined[0].upper() + joined[1:]} hides {'every' if always else 'not every'} transfer of "
-        f"the forward pass at {' and '.join(f'{n:,}' for n in shown)} tokens, and a network card, "
-        "at its line rate, hides "
-        + (f"none at {' and '.join(too_long)}. " if too_long else "every one as well. ")
-        + "The formula takes the speeds of the largest step and transfer. Where a step takes far "
-        "longer than its scores would, we see its launch and not its scores. The last column is "
-        "the bytes over the line rate, the least possible time: a real card also has a latency. "
-        "For the forward pass the formula hides a transfer from "
-        f"{round(hidden_from('forward', bandwidth), -2):,.0f} tokens over {joined}, and from "
-        f"{round(hidden_from('forward', NETWORK), -2):,.0f} over the card."
+        f"At {' and '.join(f'{n:,}' for n in shown)} tokens, {joined} hides "
+        f"{'every transfer' if always else 'some but not all transfers'} of the forward pass; a "
+        "network card at its line rate hides "
+        + (f"none at {' and '.join(too_long)}. " if too_long else "every one too. ")
+        + "The formula uses the speeds of the largest step and the largest transfer. Where a step "
+        "takes far longer than its scores would, we see its launch rather than its scores. The "
+        "last column divides the bytes by the line rate, which gives the least possible time: a "
+        "real card also has latency. For the forward pass, the formula predicts that transfers "
+        f"hide from {round(hidden_from('forward', bandwidth), -2):,.0f} tokens over {joined}, and "
+        f"from {round(hidden_from('forward', NETWORK), -2):,.0f} over the card."
     ),
     steps,
     sent,
@@ -1672,11 +1679,11 @@ lab.together(
 # Eight, 64 and 1,024 GPUs
 # ------------------------
 #
-# For more GPUs than ours we simulate a ring from the pieces that we measured. A step takes as long
-# as the longest of three: its scores, the transfer beside them, and the host's time to launch it.
-# The last gradients come on top, because nothing hides them. Eight GPUs share a host, and we assume
-# the NVLink speed of our pair. For more we take the line rate of a network card, because the
-# slowest link sets the pace of the ring.
+# For more GPUs than we have, we simulate a ring from the pieces that we measured. A step lasts as
+# long as the slowest of three: its scores, the transfer that overlaps them, and the host's launch.
+# The last gradients add to the total, because nothing hides them. Eight GPUs share a host, and we
+# assume the NVLink speed of our pair. For more GPUs we take the line rate of a network card, since
+# the slowest link sets the pace of the ring.
 
 
 # Measuring
@@ -1784,18 +1791,15 @@ apart = ", ".join(
     f"{points:+.0f}".replace("-", "\N{MINUS SIGN}") + f" at {n // WORLD:,}"
     for n, points in differ.items()
 )
-promises = ", ".join(
-    f"{points:.0f}{' points too much' * (n == first)} at {n // WORLD:,}"
-    f"{' tokens per rank' * (n == first)}"
-    for n, points in differ.items()
-)
 lab.read(
-    "**In this simulation 64 and 1,024 GPUs lie on one line,** because it knows no slow rank and "
-    f"no shared switch. We can check it on {WORLD} ranks only, the dots: "
+    "**In this simulation, 64 and 1,024 GPUs lie on one line**, because it includes no slow rank "
+    f"and no shared switch. We can check it only on {WORLD} ranks, against the dots: "
     + (
-        f"there it promises {promises}, so real rings probably need longer parts:"
+        f"it promises {differ[first]:.0f} points too much at {first // WORLD:,} tokens per rank "
+        f"and {differ[last]:.0f} at {last // WORLD:,}, so real rings probably need longer parts "
+        "than these:"
         if min(differ.values()) > 0
-        else f"there it errs by {apart}, in points by tokens per rank."
+        else f"at each number of tokens per rank it is off by these points: {apart}."
     )
 )
 
@@ -1825,7 +1829,7 @@ lab.table(
     ]
     if steps.rows
     else [],
-    f"Where a simulated ring keeps {GOOD} % of linear scaling",
+    f"Where a simulated ring reaches {GOOD} % of linear scaling",
 )
 
 # %%
@@ -1848,12 +1852,11 @@ flat = (
     else {nan}
 )
 lab.read(
-    "**Hidden transfers are not yet linear scaling.** By the formula "
-    f"they hide from {round(hidden_from('backward', bandwidth), -2):,.0f} tokens per rank over "
-    f"{joined}, but 8 GPUs keep {GOOD} % only from {about(reaches(8, bandwidth)):,.0f}, "
-    f"because shorter parts take longer per score, and those of up to {about(by_host):,.0f} tokens "
-    "also wait for the host. Over a network card, transfers are the limit almost up to the dotted "
-    "line."
+    "**Hidden transfers alone do not give linear scaling.** By the formula they hide "
+    f"from {round(hidden_from('backward', bandwidth), -2):,.0f} tokens per rank over {joined}, but "
+    f"8 GPUs reach {GOOD} % only from {about(reaches(8, bandwidth)):,.0f}: shorter parts take "
+    f"longer per score, and parts of up to {about(by_host):,.0f} tokens also wait for the host. "
+    "Over a network card, transfers are the bottleneck almost up to the dotted line."
 )
 
 # %%
@@ -1876,26 +1879,26 @@ for world, link in CLUSTERS.items():
 lab.together(
     lab.table(rows if steps.rows else [], "The ring with more GPUs, simulated"),
     lab.read(
-        "Between the lengths that we timed we interpolate, and beyond "
-        f"{largest:,} tokens we extrapolate. All lines end near "
+        "We interpolate between the lengths that we timed and extrapolate beyond "
+        f"{largest:,} tokens. The lines of 8 or more GPUs level off near "
         f"{' or '.join(map(str, sorted(flat)))} %, because a forward step over another rank's keys "
-        f"takes {100 * (slower - 1):.0f} % longer than as many scores of its own part. Eight GPUs "
-        "lie below two, because a smaller share of their steps is over a rank's own keys. The host "
-        "probably limits fewer steps than the table says, because we charge all of its time to "
-        "the steps."
+        f"takes {100 * (slower - 1):.0f} % longer than as many scores of a rank's own part. Eight "
+        "GPUs lie below two, since a smaller share of their steps is over a rank's own keys. The "
+        "host probably limits fewer steps than the table says: we charge all of its time to the "
+        "steps."
     ),
 )
 
 # %%
-# **A ring wants long parts: at a given length, few ranks.** Larger clusters can combine both
-# ways: heads within a host, and a ring of hosts (USP, in the references).
+# **A ring needs long parts, which at a given length means few ranks.** Larger clusters can combine
+# both methods: heads split within a host, and a ring of hosts (USP, in the references).
 #
-# In a training script
-# --------------------
+# The training script
+# -------------------
 #
-# In a model only its inputs and the call of attention change. ``torchrun --nproc-per-node=2
-# train.py`` starts a script once per GPU. Each rank takes its part of what the model reads, and
-# calls ``ring_attention`` or ``all_to_all_attention``:
+# In a model, only the inputs and the call to attention change. ``torchrun --nproc-per-node=2
+# train.py`` starts a script once per GPU. Each rank takes its part of the model's inputs and calls
+# ``ring_attention`` or ``all_to_all_attention``:
 #
 # .. code-block:: python
 #
@@ -1907,20 +1910,20 @@ lab.together(
 #    ...  # in the model, for q, k and v of shape (batch, heads, seqlen / world, head_dim):
 #    out = kernelbook.ring_attention(q, k, v, is_causal=True, layout="zigzag")
 #
-# Shift the labels before you cut, because the label of a piece's last token lies in another piece.
-# Positions must be those of the whole sequence, so they are cut as well. If the loss is a sum over
-# tokens, add up the gradients of the weights over the ranks; PyTorch's data parallelism averages
-# them, which is right for a mean.
+# Shift the labels before cutting, because the label of a piece's last token lies in another piece.
+# Cut the positions too, since they must be those of the whole sequence. If the loss is a sum over
+# tokens, add the weights' gradients over the ranks; PyTorch's data parallelism averages them, which
+# is right for a mean.
 #
 # What breaks it
 # --------------
 #
-# A mistake on one rank usually hangs the others, because they wait for a message that never comes.
-# So our ranks first agree on what they are about to compute, and wait no longer than their process
-# group allows.
+# A mistake on one rank usually hangs the others, which wait for a message that never comes. Our
+# ranks therefore first agree on what they are about to compute, and wait no longer than their
+# process group allows.
 #
-# **A wrong layout.** A contiguous part passed as zig-zag has the right shape, so no rank can
-# see the mistake, and the result is wrong. ``passed_as`` cuts contiguous parts and calls
+# **A wrong layout.** A contiguous part passed as zig-zag has the right shape, so no rank can detect
+# the mistake, and the result is wrong. ``passed_as`` cuts contiguous parts and calls
 # ``ring_attention`` with a ``layout``:
 
 # %%
@@ -2063,12 +2066,12 @@ def noticed(mistake):
 
 silent = {row["mistake"] for row in (*shown, *here) if "returns" in row["what it says"]}
 lab.read(
-    "**A wrong shape, a late rank, a dead one.** No rank hangs. If the last rank passes a longer "
-    f"part, all refuse it {noticed('another shape')}. If it comes late, the others wait "
-    f"{waits['comes late']:.1f} s, their time-out. If it ends without a word, they notice "
-    f"{noticed('dies')}, probably by its closed connection."
+    "**A wrong shape, a late rank, a dead rank.** No rank hangs. If the last rank passes a longer "
+    f"part, all ranks refuse it {noticed('another shape')}. If it is late, "
+    f"the others give up after {waits['comes late']:.1f} s, their time-out. If it dies, they "
+    f"notice {noticed('dies')}, probably by its closed connection."
     + (
-        f" Some return as if nothing had happened: {', '.join(sorted(silent))}."
+        f" Some calls return as if nothing had happened: {', '.join(sorted(silent))}."
         if silent
         else ""
     )
@@ -2078,7 +2081,9 @@ lab.read(
 
 # Folded: What the ranks say, in short and in full
 lab.together(
-    lab.table(in_short(shown), "What the ranks say of a mistake of the last of them"),
+    lab.table(
+        in_short(shown), "What the ranks report when the last one makes a mistake"
+    ),
     mistakes,
 )
 
@@ -2086,18 +2091,19 @@ lab.together(
 # In short
 # --------
 #
-# Outputs over parts of the keys can be merged by one number per query, so queries stay and keys
-# travel round a ring. Under a causal mask, a piece from either end gives every rank the same work.
+# Outputs over parts of the keys can be merged with one number per query, so queries stay put while
+# keys and values travel round a ring. Under a causal mask, giving each rank a piece from either end
+# makes their work equal.
 
 # %%
 
 # Reading
 lab.read(
-    f"{WORLD} GPUs reach {100 * share['Kernel Book']:.0f} % of linear scaling at {length:,} "
-    f"tokens, and {percent('Kernel Book', first):.0f} % at {first:,}"
-    + (", where hiding the transfers does not pay" if first in given_up else "")
-    + ". Over a network card a rank needs about "
-    f"{round(hidden_from('backward', NETWORK), -3):,.0f} tokens to hide its transfers, "
+    f"Our {WORLD} GPUs reach {100 * share['Kernel Book']:.0f} % of linear scaling at {length:,} "
+    f"tokens {'but only' if lost else 'and'} {percent('Kernel Book', first):.0f} % at {first:,}"
+    + (", where hiding the transfers does not pay off" if first in given_up else "")
+    + ". Over a network card, the formula asks for about "
+    f"{round(hidden_from('backward', NETWORK), -3):,.0f} tokens per rank to hide the transfers, "
     "so a ring suits long parts."
 )
 
@@ -2105,8 +2111,8 @@ lab.read(
 # Exercises
 # ---------
 #
-# **1. Grouped heads.** A model has 64 heads for queries and 8 for keys, and each rank a part of
-# 2,048 tokens. By the formula, which bandwidth hides the transfers of the forward pass at
+# **1. Grouped heads.** A model has 64 query heads and 8 key heads, and each rank holds a part of
+# 2,048 tokens. By the formula, what bandwidth hides the transfers of the forward pass at
 # 600 TFLOP/s? Can 16 ranks use all to all instead?
 
 # %%
@@ -2115,11 +2121,11 @@ lab.read(
 part, speed_of_one = 2048, 600e12
 needed = 2 * (8 / 64) * speed_of_one / part
 assert abs(part - 2 * (8 / 64) * speed_of_one / needed) < 1e-6
-print(f"{needed / 1e9:.0f} GB/s. No: 16 ranks cannot share 8 heads of keys evenly.")
+print(f"{needed / 1e9:.0f} GB/s. No: 16 ranks cannot share 8 key heads evenly.")
 
 # %%
 # **2. Why do the gradients travel in 32 bits?** Add 64 numbers near 1 in bfloat16, one after
-# another, as 64 ranks would add their terms, and once in float32.
+# another, as 64 ranks would add their terms, and then once more in float32.
 
 # %%
 

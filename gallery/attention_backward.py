@@ -2,16 +2,16 @@
 Attention backward
 ==================
 
-The forward pass never stored the weights of attention, one for every pair of a query and a key, and
-yet the gradient depends on all of them. *How can we differentiate through a matrix that was never
+The forward pass never stores the attention weights, one for every pair of a query and a key, yet
+the gradient depends on every one of them. *How can we differentiate through a matrix that was never
 stored?*
 
 You will learn
 
 - how one number per query, ``delta``, replaces a whole row of weights and their gradients;
-- how programs divide the three gradients, and that it is faster here to compute two matmuls twice
-  than to share a sum;
-- which tiles a causal gradient may skip, and what happens if it forgets its mask.
+- how programs divide the three gradients, and what sharing a sum costs compared with computing two
+  matmuls twice;
+- which tiles a causal gradient can skip, and what goes wrong when it forgets its mask.
 
 :doc:`/chapters/attention_forward` explains tiles and causal stages, and
 :doc:`/chapters/attention_fast` explains descriptors.
@@ -54,11 +54,11 @@ lab.start("attention_backward", "kernelbook.ops.attention")
 #
 # Autograd keeps the whole matrix of weights for the backward pass, because the gradient of softmax
 # depends on every weight. With the scale :math:`\sigma = 1/\sqrt{d}`, where :math:`d` is the
-# head_dim, attention of one head is three lines of PyTorch, here called *the formula*:
+# head_dim, attention for one head is three lines of PyTorch, which we call *the formula*:
 #
 # .. code-block:: python
 #
-#    s = scale * q @ k.mT  # scores: a row for each query, a column for each key
+#    s = scale * q @ k.mT  # scores: one row per query, one column per key
 #    p = torch.softmax(s, dim=-1)  # weights
 #    out = p @ v
 
@@ -156,10 +156,10 @@ in_all = {name: needs(name, KEEPS) + needs(name, ALLOCATES) for name in VERSIONS
 lab.read(
     f"For 16,384 tokens and 16 heads of head_dim 128, the formula keeps "
     f"{needs('standard attention', KEEPS) / 1024:.0f} GiB for the backward pass, which then "
-    f"allocates {needs('standard attention', ALLOCATES) / 1024:.0f} GiB more. Our faster version, "
-    f"**two sweeps**, needs {in_all['two sweeps']:.0f} MiB, and **one sweep** "
-    f"{in_all['one sweep']:.0f} MiB, because it sums one gradient in float32. Inputs and "
-    f"gradients, which every version needs, are not counted:"
+    f"allocates another {needs('standard attention', ALLOCATES) / 1024:.0f} GiB. Our faster "
+    f"version, **two sweeps**, needs {in_all['two sweeps']:.0f} MiB; **one sweep** needs more, "
+    f"because it sums one gradient in float32. We do not count the inputs and gradients, which "
+    f"every version needs:"
 )
 
 # %%
@@ -213,7 +213,7 @@ def memory_in_words(rows):
         f"{name}: " + ", ".join(f"{in_bytes(x)} at {n:,}" for n, x in points_of.items())
         for name, points_of in totals(rows).items()
     )
-    return f"Three lines over the number of tokens. {'; '.join(found)}."
+    return f"Three lines, plotted against the number of tokens. {'; '.join(found)}."
 
 
 lab.draw(
@@ -224,25 +224,25 @@ lab.draw(
 )
 
 # %%
-# Our versions keep only the output and one number per query, ``lse``, the :term:`logsumexp` of its
-# scores. With it the backward pass computes the weights again, from ``q`` and ``k``.
+# Our versions keep only the output and one number per query: ``lse``, the :term:`logsumexp` of the
+# query's scores. From ``lse``, ``q`` and ``k``, the backward pass computes the weights again.
 #
 # **What does that cost?** With scores :math:`S`, weights :math:`P` and output :math:`O`, the
-# forward pass is two matmuls, :math:`S = \sigma Q K^\top` and :math:`O = PV`.
-# The backward pass takes five: two gradients for each of the two, and :math:`S` once more. So one
-# matmul in five is the price of not storing the weights.
+# forward pass is two matmuls, :math:`S = \sigma Q K^\top` and :math:`O = PV`. The backward pass
+# takes five: two gradients for each of these, and :math:`S` once more. That one matmul in five is
+# the price of not storing the weights.
 #
 # The mathematics
 # ---------------
 #
-# The gradient of softmax needs whole rows of weights, of which a kernel sees one tile at a time.
-# But one number per query can stand for a row.
+# The gradient of softmax needs whole rows of weights, but a kernel sees only one tile of them at a
+# time. Fortunately, one number per query can replace the row.
 #
 # **An example.** One query sees three keys with weights 0.5, 0.3 and 0.2, and head_dim is 1. The
 # values are 4, 1 and 1, so the output is their weighted mean, 2.5. If the gradient of the output is
-# 1, the gradient of each weight is the value that it multiplies. But the weights sum to 1, so one
-# grows only if others shrink, and a higher score raises the output only if its value is *above the
-# mean*. The gradient of a score is its weight times the distance of its value from 2.5:
+# 1, the gradient of each weight is the value it multiplies. However, the weights sum to 1: one can
+# grow only if others shrink, and a higher score raises the output only if its value is *above the
+# mean*. The gradient of a score is its weight times the excess of its value over 2.5:
 
 
 weights, values = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([4.0, 1.0, 1.0])
@@ -273,29 +273,29 @@ first_two, last = (
     ", ".join(f"{x:.2f}" for x in part.tolist()).replace("-", "−")
     for part in by_hand.split([2, 1])
 )
-lab.read(f"Both give {first_two} and {last}.")
+lab.read(f"Autograd and this rule both give {first_two} and {last}.")
 
 # %%
-# The mean, 2.5, is the *output* (times its gradient, 1), which the forward pass has left in memory,
-# so no sum over the keys is needed. In general:
+# The mean, 2.5, is the *output* (times its gradient, 1). The forward pass has left it in memory, so
+# we need no sum over the keys. In general:
 #
-# *Step 1: the last matmul.* From :math:`O = PV` follow :math:`dV = P^\top dO` and :math:`dP = dO\,
+# *Step 1: the last matmul.* From :math:`O = PV` we get :math:`dV = P^\top dO` and :math:`dP = dO\,
 # V^\top`.
 #
 # *Step 2: softmax.* The weights of one query are :math:`p_j = e^{s_j} / \sum_k e^{s_k}`. A score
-# :math:`s_i` is in one numerator and in all denominators, so :math:`\partial p_j / \partial s_i` is
-# :math:`p_j\, (1 - p_j)` if :math:`i = j`, and :math:`-p_j\, p_i` otherwise. As a matrix, this is
-# :math:`J = \mathrm{diag}(p) - p\, p^\top`.
+# :math:`s_i` appears in one numerator and in every denominator, so
+# :math:`\partial p_j / \partial s_i` is :math:`p_j\, (1 - p_j)` if :math:`i = j`, and
+# :math:`-p_j\, p_i` otherwise. As a matrix, this is :math:`J = \mathrm{diag}(p) - p\, p^\top`.
 #
-# *Step 3: the gradient of the scores.* Because :math:`J` is symmetric,
+# *Step 3: the gradient of the scores.* Since :math:`J` is symmetric,
 #
 # .. math::
 #
 #    ds = J\, dp = p \circ (dp - \delta), \qquad \delta = p^\top dp
 #
-# The circle is the elementwise product, and :math:`\delta` the weighted mean of :math:`dp`, 2.5 in
-# the example. It is a sum over *all* keys, so a kernel would loop over the keys once for
-# :math:`\delta`, and once more for :math:`ds`.
+# The circle denotes the elementwise product, and :math:`\delta` is the weighted mean of :math:`dp`,
+# 2.5 in the example. It is a sum over *all* keys, so a kernel would have to loop over them twice,
+# once for :math:`\delta` and again for :math:`ds`.
 #
 # *Step 4: the mean without P.* Substitute :math:`dp` and swap the two sums:
 #
@@ -311,21 +311,21 @@ lab.read(f"Both give {first_two} and {last}.")
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    :math:`\delta = \mathrm{rowsum}(dO \circ O)`, in code :term:`delta`, is a sum over the columns
-#    of one row, and needs neither :math:`P` nor :math:`dP`.
+#    :math:`\delta = \mathrm{rowsum}(dO \circ O)`, called :term:`delta` in code, is a sum over the
+#    columns of one row and needs neither :math:`P` nor :math:`dP`.
 #
-# *Step 5: the first matmul.* From :math:`S = \sigma Q K^\top` follow :math:`dQ = \sigma\, dS\, K`
+# *Step 5: the first matmul.* From :math:`S = \sigma Q K^\top` we get :math:`dQ = \sigma\, dS\, K`
 # and :math:`dK = \sigma\, dS^\top Q`.
 #
-# *Step 6: P from lse.* Because :math:`\mathrm{lse} = \log \sum_j e^{s_j}`, a weight no longer takes
-# a maximum, a sum or a division: :math:`p_j = e^{s_j - \mathrm{lse}}`. The package's
-# kernels take powers of 2 instead, for which the GPU has an instruction.
+# *Step 6: P from lse.* With :math:`\mathrm{lse} = \log \sum_j e^{s_j}`, a weight no longer requires
+# a maximum, a sum or a division: :math:`p_j = e^{s_j - \mathrm{lse}}`. The package's kernels use
+# powers of 2 instead, for which the GPU has an instruction.
 #
 # .. dropdown:: Step 7: the gradient of lse
 #
-#    A caller may use ``lse``, for instance to merge the results of two attentions. From its
-#    definition :math:`\partial\, \mathrm{lse} / \partial s_j = p_j`. A gradient
-#    :math:`d\mathrm{lse}` thus adds
+#    A caller may use ``lse`` too, for instance to merge the results of two attention calls. Its
+#    definition gives :math:`\partial\, \mathrm{lse} / \partial s_j = p_j`, so a gradient
+#    :math:`d\mathrm{lse}` adds one term:
 #
 #    .. math::
 #
@@ -334,7 +334,7 @@ lab.read(f"Both give {first_two} and {last}.")
 #       &= p \circ \big( dp - (\delta - d\mathrm{lse}) \big)
 #       \end{aligned}
 #
-#    This amounts to one subtraction from ``delta``, before anything else begins.
+#    In code, this is a single subtraction from ``delta`` before the other steps begin.
 #
 # Here are the steps in PyTorch, for random ``q``, ``k``, ``v`` and ``do``, the gradient of ``out``:
 
@@ -398,7 +398,7 @@ step_table = lab.table(
 
 # Reading
 lab.read(
-    f"Every step agrees with automatic differentiation, or with its definition, to "
+    f"Every step agrees with automatic differentiation, or with its definition, to within "
     f"{in_text(max(differences))}."
 )
 
@@ -406,9 +406,9 @@ lab.read(
 # Dividing the work among programs
 # --------------------------------
 #
-# With ``lse`` and ``delta`` at hand, no formula needs a whole row, so each pair of a tile of
-# queries and a tile of keys can be processed by itself. Here tiles of 2 queries and 3 keys divide
-# the ``q``, ``k`` and ``v`` above:
+# With ``lse`` and ``delta`` at hand, no formula needs a whole row, so we can process each pair of a
+# query tile and a key tile on its own. Here we split the ``q``, ``k`` and ``v`` from above into
+# tiles of 2 queries and 3 keys:
 
 dq_sum, dk_sum, dv_sum = (torch.zeros_like(x) for x in (q, k, v))
 for i in torch.arange(4).split(2):  # tiles of queries
@@ -425,7 +425,7 @@ for i in torch.arange(4).split(2):  # tiles of queries
 sums = {"dq": (dq_sum, dq), "dk": (dk_sum, dk), "dv": (dv_sum, dv)}
 apart = max((ours - whole).abs().max().item() for ours, whole in sums.values())
 assert apart < 1e-14
-lab.read(f"The three sums are the gradients of the steps, to {in_text(apart)}.")
+lab.read(f"The three sums match the gradients above to within {in_text(apart)}.")
 
 # %%
 
@@ -448,39 +448,40 @@ assert all(row["gradcheck"] for row in rows)
 lab.together(
     step_table,
     lab.read(
-        "The package's loop over tiles takes any length. `key_tiles` lists the tiles of keys that "
-        "a tile of queries sees, `_scores` scales and masks by `rule`, which holds the lengths and "
-        "the mask, and `_finite` keeps a query that sees no key from becoming NaN. PyTorch's "
-        "`gradcheck` compares it with finite differences:"
+        "The package's loop over tiles handles any length. `key_tiles` lists the tiles of keys "
+        "that a tile of queries sees; `_scores` scales and masks according to `rule`, which holds "
+        "the lengths and the mask; and `_finite` keeps a query that sees no key from producing "
+        "NaN. PyTorch's `gradcheck` compares the loop's gradients with finite differences:"
     ),
     lab.source(tiled.tiled_backward, "begin", "meet"),
     lab.table(rows, "The loop in tiles of 3 queries and 2 keys, float64"),
 )
 
 # %%
-# Each pair of tiles *adds* to three gradients. Programs run at the same time, so two of them may
-# want to change one sum at once.
+# Each pair of tiles *adds* to three gradients. Since programs run at the same time, two of them may
+# try to update the same sum at once.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
 #
 #    The gradient of a *query* is a sum over keys; the gradients of a *key* and its value are sums
-#    over queries. If each pair of tiles is processed once, programs share at least one of these
-#    sums, because a pair adds both to its queries and to its keys.
+#    over queries. If each pair of tiles is processed only once, programs must share at least one of
+#    these sums, because a pair adds both to its queries and to its keys.
 #
-# **Two sweeps.** In the first, a program owns a tile of keys, loops over tiles of queries, and
-# keeps ``dk`` and ``dv`` in :term:`registers <register>`, because no other program adds to them. In
-# the second, a program owns a tile of queries and its ``dq``, and loops over tiles of keys. So a
-# *column* on the left is the work of one program, and on the right a *row*. All programs of a sweep
-# advance at the same time:
+# **Two sweeps.** In the first sweep, a program owns a tile of keys, loops over tiles of queries,
+# and keeps ``dk`` and ``dv`` in :term:`registers <register>`, since no other program adds to them.
+# In the second, a program owns a tile of queries with its ``dq`` and loops over tiles of keys. In
+# the animation, one program processes a *column* on the left or a *row* on the right, and all
+# programs of a sweep advance together:
 #
 # .. animation:: two_sweeps
 #
-# The price is that :math:`S` and :math:`dP` are computed twice, seven matmuls per tile instead of
-# five: together 105 in the picture, where 75 would do.
+# The price is that :math:`S` and :math:`dP` are computed twice: each tile takes seven matmuls
+# instead of five, 105 in the picture where 75 would do.
 #
-# **One sweep.** A program owns a tile of keys and computes all three gradients. ``dk`` and ``dv``
-# stay in registers as before, but its share of ``dq`` is *added in memory*, tile after tile.
+# **One sweep.** A program owns a tile of keys and computes all three gradients. As before, ``dk``
+# and ``dv`` stay in registers, but the program *adds* its share of ``dq`` *in memory*, tile by
+# tile.
 #
 # .. image:: /figures/attention-backward-shared-sum.svg
 #    :alt: Five programs, each with its column of tiles, from the diagonal down; those on the
@@ -489,27 +490,27 @@ lab.together(
 #          tile of each of the five programs, and a bracket around all of it leads to the last tile
 #          of dq, to which all five add, in any order.
 #
-# This takes five matmuls per tile. But the additions have to be :term:`atomic`, and come in no
-# fixed order, so the last bits of ``dq`` differ between runs. Which is faster, two more matmuls or
-# a shared sum?
+# This takes only five matmuls per tile. However, the additions have to be :term:`atomic` and happen
+# in no fixed order, so the last bits of ``dq`` differ between runs. Which is faster, two extra
+# matmuls or a shared sum? We build both.
 #
 # The kernels
 # -----------
 #
-# In a kernel each formula is one line. Here is the first sweep, as small as possible: one head in
-# float32, causal, with a length ``n`` that the tiles divide. ``lse`` comes from the forward pass,
-# and ``delta`` is computed before either sweep, by step 4.
+# In a kernel, each formula becomes one line. We keep the first sweep as small as possible: one head
+# in float32, a causal mask, and a length ``n`` that the tiles divide evenly. The forward pass
+# supplies ``lse``, and step 4 gives ``delta`` before either sweep starts.
 #
-# **1. Load.** A program owns ``BLOCK_N`` keys, the first of which is ``first_key``. It loads their
-# ``k`` and ``v`` once, at the offsets ``own``, and starts their gradients at zero. The scale of the
-# scores is applied here, to ``k``:
+# **1. Load.** A program owns ``BLOCK_N`` keys, starting at ``first_key``. It loads their ``k`` and
+# ``v`` once, from the offsets ``own``, and sets their gradients to zero. The scale of the scores is
+# applied here, to ``k``:
 
 lab.source(smallest.dkdv_kernel, "load")
 
 # %%
-# **2. Find the queries.** Take tiles of 128 keys and 64 queries, and the program of the keys 128 to
-# 255. Under a causal mask no query before 128 sees any of them, so its loop begins at ``first`` =
-# 128. Query 255 is the first that sees all of them, so from the next tile on, at ``whole`` = 256,
+# **2. Find the queries.** With tiles of 128 keys and 64 queries, consider the program that owns
+# keys 128 to 255. Under a causal mask, no query before 128 sees any of these keys, so the loop
+# begins at ``first`` = 128. Query 255 is the first to see all of them, so from ``whole`` = 256 on,
 # no tile needs a mask:
 
 
@@ -553,29 +554,29 @@ lab.sketch(
 )
 
 # %%
-# In code, ``first`` is ``first_key`` rounded down to a multiple of ``BLOCK_M``, and ``whole`` is
-# ``last_key`` rounded up:
+# In the code, ``first`` is ``first_key`` rounded down to a multiple of ``BLOCK_M``, and ``whole``
+# is ``last_key`` rounded up:
 
 lab.source(smallest.dkdv_kernel, "stages")
 
 # %%
-# **3. Sweep and write.** Two loops visit the tiles of queries, and ``add_queries``, the next part,
-# adds what one of them contributes. ``MASKED`` is a constant, so the second loop is compiled
-# without a mask. At the end a plain store is enough, and ``dk`` takes the scale of step 5:
+# **3. Sweep and write.** Two loops visit the tiles of queries, and ``add_queries``, shown next,
+# adds the contribution of each tile. ``MASKED`` is a constant, so the second loop is compiled
+# without a mask. At the end, plain stores suffice, and ``dk`` receives the scale of step 5:
 
 lab.source(smallest.dkdv_kernel, "sweep", "write")
 
 # %%
-# **4. Process one tile.** ``add_queries`` loads rows of ``q`` and ``do``, and ``lse`` and
-# ``delta``, of ``BLOCK_M`` queries from ``start`` on, and computes the weights by step 6.
-# ``_t`` stands for *transposed*: keys are rows, as in :math:`P^\top` and :math:`dS^\top` of steps 1
-# and 5. ``"ieee"`` keeps a :term:`matrix unit` from rounding float32 to :term:`TF32`:
+# **4. Process one tile.** For ``BLOCK_M`` queries from ``start`` on, ``add_queries`` loads the rows
+# of ``q`` and ``do`` together with ``lse`` and ``delta``, and computes the weights by step 6. The
+# suffix ``_t`` stands for *transposed*: keys are rows, as in :math:`P^\top` and :math:`dS^\top` of
+# steps 1 and 5. ``"ieee"`` keeps the :term:`matrix unit` from rounding float32 to :term:`TF32`:
 
 lab.source(smallest.add_queries, "queries", "weights")
 
 # %%
-# The gradients are steps 1, 3 and 5, with :math:`dS^\top = P^\top \circ (dP^\top - \delta)`. The
-# third argument of ``tl.dot`` is the sum that it adds to:
+# The gradients follow steps 1, 3 and 5, with :math:`dS^\top = P^\top \circ (dP^\top - \delta)`. The
+# third argument of ``tl.dot`` is the accumulator it adds to:
 
 lab.source(smallest.add_queries, "gradients")
 
@@ -712,21 +713,23 @@ direct, detour = ways.rows if ways.rows else 2 * [{}]
 slower = detour.get("µs", nan) / direct.get("µs", nan)
 lab.together(
     lab.read(
-        f"In 16 bits, the matrix unit of Hopper can take its left operand from registers, if the "
-        f"threads hold it as a matmul leaves its result. `Pᵀ` is held so, and is the left operand "
-        f"of `dV = Pᵀ dO`, so it takes no trip through shared memory. A kernel that computes `dv` "
-        f"alone, and transposes `P` on the way ({detour.get('stmatrix', nan)} instructions "
-        f"`stmatrix`, which store to shared memory, where ours has "
-        f"{direct.get('stmatrix', nan)}), takes {slower:.2f} times as long."
+        f"In 16 bits, Hopper's matrix unit can take its left operand from registers, provided the "
+        f"threads hold it in the layout in which a matmul leaves its result. `Pᵀ`, the left "
+        f"operand of `dV = Pᵀ dO`, already has this layout and needs no trip through shared "
+        f"memory. We compare this with a kernel that also computes `dv` alone, but transposes `P` "
+        f"on the way. It contains {detour.get('stmatrix', nan)} `stmatrix` instructions, which "
+        f"store to shared memory, where ours has {direct.get('stmatrix', nan)}, and takes "
+        f"{slower:.2f} times as long."
     ),
     ways,
 )
 
 # %%
-# **The second sweep** mirrors the first. Its program holds ``q``, ``do``, ``lse`` and ``delta``,
-# and loops over tiles of keys, from key 0 to its last query. Nothing is transposed, because
-# :math:`dQ` takes :math:`dS` with queries as rows. ``add_keys`` loads ``k`` times the scale, so
-# ``dq`` has its scale already. After ``p`` come three lines:
+# **The second sweep** mirrors the first. Each program holds ``q``, ``do``, ``lse`` and ``delta``
+# and loops over tiles of keys, from key 0 to the position of its last query. Neither :math:`P` nor
+# :math:`dS` is transposed, because :math:`dQ` takes :math:`dS` with queries as rows. ``add_keys``
+# multiplies ``k`` by the scale on loading, so ``dq`` is already scaled. After ``p``, three lines
+# remain:
 
 lab.source(smallest.add_keys, "gradient")
 
@@ -743,7 +746,7 @@ lab.listing(
 )
 
 # %%
-# **Launch.** Each sweep is one launch, with a program for each tile that is owned:
+# **Launch.** Each sweep is one kernel launch, with one program per owned tile:
 
 # Measuring
 from kernelbook.small.attention_backward import dkdv_kernel, dq_kernel
@@ -775,16 +778,16 @@ far = [
 ]
 assert max(far) < 1e-5
 lab.read(
-    f"On {n} tokens, the gradients of both kernels differ from float64 by at most "
+    f"On {n} tokens, the gradients from both kernels differ from those in float64 by at most "
     f"{in_text(max(far))} of their largest element."
 )
 
 # %%
 # **One sweep** is the first sweep with a fifth matmul, :math:`dQ = dS\, K`, at the end of its loop.
-# This takes :math:`dS` with queries as rows, so ``ds_t`` is transposed after all. With a
-# :term:`descriptor`, one instruction then adds a whole tile to the sums in memory, which hold
-# ``padded_q`` rows for each head, from query ``start_m`` on. These are lines of the package, whose
-# host applies the scale at the end:
+# This matmul takes :math:`dS` with queries as rows, so ``ds_t`` is transposed after all. Through a
+# :term:`descriptor`, a single instruction then adds a whole tile, from query ``start_m`` on, to the
+# sums in memory, which hold ``padded_q`` rows per head. These lines come from the package, where
+# the host applies the scale at the end:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #    :language: python
@@ -795,12 +798,12 @@ lab.read(
 #
 # .. dropdown:: The package's kernels, for any length and dtype, what the host does, and autograd
 #
-#    **First, delta.** A kernel computes it before either sweep. ``None`` is a constant for Triton,
+#    **First, delta.** A kernel computes it before either sweep. To Triton, ``None`` is a constant,
 #    so without a gradient of ``lse`` the lines for ``dlse_ptr`` are not even compiled. Queries that
-#    see no key, and queries past the end, which exist because the last tile must be full, get the
-#    ``lse`` :math:`+\infty`. Then :math:`2^{s - \infty} = 0`, so these rows contribute nothing, and
-#    the sweeps need no test for them. The counter at the end is one that another kernel of the
-#    package wants set to zero; here it is ``None``.
+#    see no key get an ``lse`` of :math:`+\infty`, and so do queries past the end, which exist
+#    because the last tile must be full. Since :math:`2^{s - \infty} = 0`, these rows contribute
+#    nothing, and the sweeps need not test for them. Another kernel of the package needs the counter
+#    at the end set to zero; here it is ``None``.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #       :language: python
@@ -808,30 +811,30 @@ lab.read(
 #       :start-at: # -- delta
 #       :dedent:
 #
-#    **One tile of queries after another,** for the program that owns a tile of keys. ``load_row``
-#    reads a tile of row ``row`` of ``lse_rows``, which has one row per head, padded to ``padded_q``
-#    numbers, with a descriptor where ``DESCRIBED`` says so. ``scale_log2`` is :math:`\sigma \log_2
-#    e`, and ``lse`` is kept in base 2, so a weight is :math:`2^{\,s_j \log_2 e \,-\, \mathrm{lse}
-#    \log_2 e}`. ``PRECISION`` keeps a matrix unit from rounding float32 to
-#    TF32. ``first_seeing`` holds, for each key, the first query that sees it. ``delta`` is loaded
-#    before the matmul of ``dv`` begins, so that no wait for a load stands between matmuls.
+#    **One tile of queries after another,** in the program that owns a tile of keys. ``lse_rows``
+#    has one row per head, padded to ``padded_q`` numbers; ``load_row`` reads a tile of its row
+#    ``row``, through a descriptor where ``DESCRIBED`` says so. ``scale_log2`` is :math:`\sigma
+#    \log_2 e`, and ``lse`` is kept in base 2, so a weight is :math:`2^{\,s_j \log_2 e \,-\,
+#    \mathrm{lse} \log_2 e}`. ``PRECISION`` keeps the matrix unit from rounding float32 to TF32. For
+#    each key, ``first_seeing`` holds the first query that sees it. ``delta`` is loaded before the
+#    matmul for ``dv`` begins, so that no wait for a load comes between matmuls.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #       :language: python
 #       :pyobject: sweep_queries
 #
-#    **Adding dq.** The sums hold the heads one below the other, each padded to ``padded_q`` rows,
-#    so that no tile of one head ends in the next. ``DQ`` says how to add, because a GPU without
-#    such an instruction adds number by number.
+#    **Adding dq.** The sums of all heads are stacked, each head padded to ``padded_q`` rows, so
+#    that no tile of one head extends into the next. ``DQ`` says how to add, since a GPU without an
+#    instruction for whole tiles has to add number by number.
 #
-#    **The first sweep, and one sweep.** ``place`` gives each program a tile and a head. Programs
-#    with the most work start first, so that no long program is left over at the end; in a causal
-#    sweep these own the *first* keys, because the most queries see them. Queries from ``first`` to
-#    ``whole`` do not see all keys of the tile, so they are masked, and those from ``whole`` to
-#    ``cut`` see all. With a causal mask ``cut`` is ``end``; a window that also ends on the left
-#    makes a third range. Keys past the end were loaded as zeros. They need no mask, because each of
-#    them affects only its own row of ``dk`` and ``dv``, which is never stored. In ``dq`` they would
-#    contribute to rows that count, so one sweep has to mask them.
+#    **The first sweep, and one sweep.** ``place`` assigns each program a tile and a head. Programs
+#    with the most work start first, so that no long one is left running at the end; in a causal
+#    sweep, these own the *first* keys, which the most queries see. Queries from ``first`` to
+#    ``whole`` do not see every key of the tile and are masked, while those from ``whole`` to
+#    ``cut`` see all of them. With a causal mask, ``cut`` equals ``end``; a window that also ends on
+#    the left adds a third range. Keys past the end are loaded as zeros. For ``dk`` and ``dv`` they
+#    need no mask, because each affects only its own row, which is never stored. In ``dq`` they
+#    would contribute to rows that count, so one sweep has to mask them.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #       :language: python
@@ -847,16 +850,16 @@ lab.read(
 #       :language: python
 #       :pyobject: dq_kernel
 #
-#    **The host** of plain Triton chooses between one sweep and two.
+#    **The host code** of the plain Triton version chooses between one sweep and two.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #       :language: python
 #       :pyobject: attention_backward
 #
-#    **Autograd** sees a single function. It saves its inputs, ``out`` and ``lse``, and computes
-#    only the gradients that are requested. Forward and backward are registered as operators with
-#    PyTorch's dispatcher, so ``torch.compile`` treats each as one node of its graph and does not
-#    trace into it.
+#    **Autograd** sees a single function, which saves its inputs, ``out`` and ``lse``, and computes
+#    only the gradients that are requested. Both passes are registered as operators with PyTorch's
+#    dispatcher, so ``torch.compile`` treats each as one node of its graph and does not trace into
+#    it.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/operator.py
 #       :language: python
@@ -869,9 +872,9 @@ lab.read(
 # Is it right?
 # ------------
 #
-# We check the gradients, the tiles that are visited, and whether runs differ. A gradient's distance
-# from float64 may be at most twice that of the formula in the same dtype, or eight times in
-# float32.
+# We check the gradients, the tiles that the kernels visit, and whether repeated runs differ. The
+# error of a gradient against float64 may be at most twice that of the formula in the same dtype, or
+# eight times in float32.
 
 
 # Measuring
@@ -992,17 +995,17 @@ runs = {
 (where, first), (_, second), (_, third) = runs.values()
 worst = max(row["error"] / row["tolerance"] for row in first)
 lab.read(
-    f"Both versions, masked or not, pass all {len(first)} checks in three dtypes {where}, with at "
-    f"most {worst:.2f} of the allowed error. All {len(second) + len(third)} checks of "
-    f"awkward cases pass as well, such as lengths that no tile divides, heads that share keys, "
-    f"queries that see no key, and a gradient for `lse`."
+    f"With and without a mask, both versions pass all {len(first)} checks in three dtypes {where}, "
+    f"using at most {worst:.2f} of the allowed error. They also pass all "
+    f"{len(second) + len(third)} checks of awkward cases, among them lengths that no tile divides, "
+    f"heads that share keys, queries that see no key, and a gradient for `lse`."
 )
 
 # %%
-# **No tile is visited in vain.** NaN shows this like a dye, because it spreads through every
-# matmul, even times zero: if one tile of ``do`` is NaN, each program of the first sweep that reads
-# it writes NaN to its ``dv``, even if it masks the tile. In the second sweep, a tile of ``v`` dyes
-# ``dq`` in the same way.
+# **No tile is visited in vain.** NaN serves as a dye that shows this, since it spreads through
+# every matmul, even when multiplied by zero. If one tile of ``do`` is NaN, each program of the
+# first sweep that reads it writes NaN to its ``dv``, even if it masks the tile. In the second
+# sweep, a tile of ``v`` dyes ``dq`` in the same way.
 
 
 # Measuring
@@ -1112,7 +1115,7 @@ lab.read(
         if in_first == in_second
         else f"The first sweep visits {in_first}, and the second {in_second}"
     )
-    + ": those in which a query sees a key, and no others."
+    + ": exactly those in which some query sees a key."
 )
 
 
@@ -1148,15 +1151,20 @@ unlike = {row["version"]: row for row in repeated.rows}
 in_two, in_one = (
     unlike.get(name, {}).get("dq", nan) for name in ("two sweeps", "one sweep")
 )
-every = "every one of them" if in_one == 99 else f"{in_one:.0f}"
+every = "all 99" if in_one == 99 else f"{in_one:.0f} of them"
 lab.read(
     (
         "**Two sweeps give the same bits in every run.** "
         if in_two == 0
         else "**Do all runs give the same bits?** "
     )
-    + f"Their `dq` differs in {in_two:.0f} of 99 repeated runs, because each sum belongs to one "
-    f"program, which adds its tiles in order. In one sweep it differs in {every}."
+    + (
+        "When we repeat a causal run 99 times, `dq` never differs: each sum belongs to one "
+        "program, which adds its tiles in order. "
+        if in_two == 0
+        else f"When we repeat a causal run 99 times, `dq` differs in {in_two:.0f} of the repeats. "
+    )
+    + f"With one sweep, it differs in {every}."
 )
 
 # %%
@@ -1164,10 +1172,10 @@ lab.read(
 # Folded: All checks, and in how many runs a gradient differs
 lab.together(
     lab.read(
-        "The column PyTorch's holds the error of the formula in the same dtype. In 16 bits ours "
-        "may be twice as large, or one unit in the last place, because the two round at different "
-        "moments. In float32 it may be eight times as large, because tiles are summed in another "
-        "order and the exponent is rounded once more."
+        "The column `PyTorch's` holds the error of the formula in the same dtype. In 16 bits, our "
+        "error may be twice as large, or one unit in the last place, since the two versions round "
+        "at different points. In float32 it may be eight times as large, because we sum tiles in "
+        "another order and round the exponent once more."
     ),
     basic_checks,
     odd_checks,
@@ -1188,16 +1196,16 @@ machine = lab.measure("Peak speed of a matmul and of a copy, bfloat16", balance)
 at_best = machine.rows[0] if machine.rows else {}
 intensity = 5 * 2 * 1024 * 1024 * 128 / (8 * 1024 * 128 * 2)
 lab.read(
-    f"Arithmetic limits the backward pass, because at 1,024 tokens it already does {intensity:.0f} "
+    f"Arithmetic limits the backward pass: even at 1,024 tokens it performs {intensity:.0f} "
     f"floating-point operations (FLOPs) per byte, more than the "
-    f"{at_best.get('FLOPs per byte', nan):.0f} that the GPU can do while it moves one byte."
+    f"{at_best.get('FLOPs per byte', nan):.0f} that the GPU can execute while it moves one byte."
 )
 
 # %%
-# So the :term:`limit` is the speed of a matmul, of two matrices of 8,192 by 8,192. Every version is
-# credited with five matmuls, half of that if causal. Two sweeps execute seven, so they can reach at
-# most :math:`5/7` of the limit; a version that executes five may pass that line. *Tiled PyTorch* is
-# the loop over tiles above. Only the backward pass is timed:
+# The :term:`limit` is therefore the speed of multiplying two matrices of 8,192 by 8,192. We credit
+# every version with five matmuls, or half of that under a causal mask. Two sweeps execute seven, so
+# they can reach at most :math:`5/7` of the limit; a version that executes five may pass that line.
+# *Tiled PyTorch* is the loop over tiles from above. We time only the backward pass:
 
 
 # Measuring
@@ -1388,15 +1396,16 @@ alike = [
 ]
 lab.read(
     (
-        "**Two sweeps beat one,** masked or not, although they execute two matmuls more. "
+        "**Two sweeps beat one,** with and without a mask, although they execute two more matmuls "
+        "per tile. "
         if all(won)
         else "**Two sweeps do not always beat one.** "
     )
-    + f"Under a causal mask it pays to skip tiles: over all of them, two sweeps take "
+    + f"Skipping tiles pays off under a causal mask: if they visit every tile, two sweeps take "
     f"{skipping:.2f} times as long. "
-    + "".join(f"On an {gpu} the order is the same. " for gpu in alike)
+    + "".join(f"The versions rank the same on an {gpu}. " for gpu in alike)
     + (
-        "But without a mask the compiled formula is ahead of both."
+        "Without a mask, however, the compiled formula is faster than either."
         if compiled > 1.01 * full
         else ""
     )
@@ -1417,14 +1426,13 @@ by_compiler = {
 near = {name: abs(took[name, "full"] / by_compiler["full"] - 1) for name in measured}
 twin = min(near, key=near.get, default="none")
 lab.read(
-    "**The compiler replaces the formula.** `torch.compile` searches PyTorch code for "
-    "attention, and puts `scaled_dot_product_attention` (SDPA), PyTorch's fused attention, in its "
-    "place. "
+    "**The compiler replaces the formula.** `torch.compile` searches PyTorch code for attention "
+    "and replaces it with `scaled_dot_product_attention` (SDPA), PyTorch's fused attention. "
     + (
-        f"The times agree: without a mask the compiled formula takes {by_compiler['full']:.2f} ms, "
-        f"and {twin} {took[twin, 'full']:.2f}. With a causal mask it takes "
-        f"{by_compiler['causal']:.2f} ms, and {twin} {took[twin, 'causal']:.2f}, so the compiler "
-        f"seems not to recognise the masked formula."
+        f"The times agree: without a mask, the compiled formula takes "
+        f"{by_compiler['full']:.2f} ms and {twin} {took[twin, 'full']:.2f} ms. With a causal mask, "
+        f"they take {by_compiler['causal']:.2f} ms and {took[twin, 'causal']:.2f} ms, so the "
+        f"compiler apparently does not recognise the masked formula."
         if near.get(twin, nan) < 0.02
         and 2 * share["torch.compile", "causal"]
         < min(compiled, share["Kernel Book", "causal"])
@@ -1434,8 +1442,8 @@ lab.read(
 
 # %%
 # **The libraries** are two backends of SDPA, *flash* (FlashAttention 2) and *cuDNN* (NVIDIA's own),
-# FlexAttention, and FlashAttention 4, here called FlashAttention. Pale bands hold the middle 60
-# percent of the runs:
+# along with FlexAttention and FlashAttention 4, which we call FlashAttention. Pale bands span the
+# middle 60 percent of the runs:
 
 # Drawing
 lab.plot(
@@ -1475,7 +1483,7 @@ def at_points(name, behind="Kernel Book"):
 
 def how_often(name):
     ahead, behind = (len(found) for found in (at_points(name), left[name]))
-    return f"at {ahead} to {name}" if behind else f"at all {ahead} to {name}"
+    return f"to {name} at {ahead}" if behind else f"to {name} at all {ahead}"
 
 
 left = {name: [p for p in everywhere if p not in at_points(name)] for name in measured}
@@ -1492,14 +1500,13 @@ ratios = [  # of the fastest library to us
 ]
 lab.read(
     (
-        f"**Two sweeps are behind the best libraries.** Of {len(all_rates)} points (three lengths, "
-        f"two head_dims, both masks), they lose "
-        f"{', and '.join(map(how_often, losses))}. The fastest library is up to "
-        f"{max(ratios):.2f} times as fast. "
+        f"**Two sweeps trail the best libraries.** Across {len(all_rates)} points (three lengths, "
+        f"two head_dims, both masks), they lose {' and '.join(map(how_often, losses))}. The "
+        f"fastest library is up to {max(ratios):.2f} times as fast. "
         if losses
         else ""
     )
-    + (f"Two sweeps are everywhere ahead of {listed}." if slower_ones else "")
+    + (f"At every point, two sweeps are faster than {listed}." if slower_ones else "")
     + (
         " FlashAttention is absent from this run; the notes under the figures say why."
         if "FlashAttention" in backward.skipped
@@ -1547,11 +1554,11 @@ fixed_wins = not unlike.get(FIXED, 1) and speed[FIXED] > 1.01 * max(
     in_figure, speed["Kernel Book"]
 )
 lab.read(
-    f"**FlashAttention can repeat its bits as well.** Its deterministic mode gave the same `dq` in "
-    f"20 runs, and is {speed[FIXED] / speed['Kernel Book']:.2f} times as fast as two sweeps, timed "
-    f"in the same loop (4,096 tokens, causal)."
+    f"**FlashAttention can also repeat its bits.** Its deterministic mode returned the same `dq` "
+    f"in all 20 runs and is {speed[FIXED] / speed['Kernel Book']:.2f} times as fast as two sweeps, "
+    f"timed in the same loop (4,096 tokens, causal)."
     if fixed_wins
-    else "**Which libraries give the same bits in every run?** The table below says so."
+    else "**Which libraries give the same bits in every run?** The table below shows it."
 )
 
 # %%
@@ -1580,11 +1587,11 @@ lab.plot(
 )
 lab.together(
     lab.read(
-        "Every point has 16,384 tokens in all, and heads times head_dim is 2,048. The backward "
-        "pass reads five matrices of d columns (`q`, `k`, `v`, `out` and `do`) and writes three. "
-        "Each of its five matmuls is 2 N² d FLOPs for N queries and keys. In 16 bits, this is 10 "
-        "N² d FLOPs on 16 N d bytes, or 5 N / 8 per byte, and the GPU reaches, in a matmul and in "
-        "a copy:"
+        "Every point processes 16,384 tokens in total, and heads times head_dim is always 2,048. "
+        "The backward pass reads five matrices of d columns (`q`, `k`, `v`, `out` and `do`) and "
+        "writes three. For N queries and keys, each of its five matmuls takes 2 N² d FLOPs. In 16 "
+        "bits, that makes 10 N² d FLOPs for 16 N d bytes, or 5 N / 8 per byte. In a matmul and in "
+        "a copy, the GPU reaches:"
     ),
     machine,
     lab.table(speeds, "TFLOP/s at 16,384 tokens"),
@@ -1595,10 +1602,10 @@ lab.together(
 # Why one sweep loses here
 # ------------------------
 #
-# One sweep executes fewer matmuls, and yet it takes longer. To see where it loses, we time ``dk``
-# and ``dv`` alone, in the tiles of either version. For one sweep, ``dq`` is what the full run takes
-# beyond that. At the dashed line it would end if a fifth matmul, as fast as the other four, were
-# all that ``dq`` takes:
+# One sweep executes fewer matmuls and yet takes longer. To see where it loses time, we compute
+# ``dk`` and ``dv`` alone, in the tiles of each version. For one sweep, we attribute the rest of the
+# full run to ``dq``. If ``dq`` cost only a fifth matmul, as fast as the other four, one sweep would
+# end at the dashed line:
 
 
 # Measuring
@@ -1758,7 +1765,7 @@ def describe_bars(rows):
         for name, segments in segments_of(rows).items()
     )
     return (
-        f"Bars, cut into parts. {'; '.join(found)}. A dashed line stands where five matmuls alone "
+        f"Bars, cut into parts. {'; '.join(found)}. A dashed line marks where five matmuls alone "
         f"would end."
     )
 
@@ -1776,9 +1783,9 @@ lab.draw(
 lost = whole - two - saved
 wider = keys_at_once["all"] / keys_at_once["dkdv"] if tile_of else nan
 lab.read(
-    f"**Tiles and warps are a part of the loss.** Of the {lost:.1f} ms that one sweep loses, "
-    f"{one - two:.1f} are in `dk` and `dv`, where nothing is added. Only tiles and warps "
-    f"differ: in one sweep a tile has {keys_at_once['all']} keys instead of "
+    f"**Tiles and warps cause part of the loss.** Of the {lost:.1f} ms that one sweep loses, "
+    f"{one - two:.1f} ms fall on `dk` and `dv`, where nothing is added in memory. Only tiles and "
+    f"warps differ here: in one sweep, a tile has {keys_at_once['all']} keys instead of "
     f"{keys_at_once['dkdv']}, which halves the additions to `dq`."
     if tile_of and one > two and wider == 2
     else f"In the tiles of one sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}."
@@ -1788,15 +1795,15 @@ lab.read(
 
 # Reading
 lab.read(
-    f"**The rest is in dq,** {adding - saved:.1f} ms. Most of what one sweep takes for `dq` lies "
-    f"beyond the dashed line. Besides a fifth matmul it "
+    f"**The other {adding - saved:.1f} ms are lost in dq.** Most of the time that one sweep needs "
+    f"for `dq` lies beyond the dashed line. Besides executing a fifth matmul, it "
     + (
         "transposes dS, adds `dq` in memory and, alone among these kernels, spills registers."
         if spilling == ["head_dim 128, one sweep"]
         else "transposes dS and adds `dq` in memory."
     )
     + (
-        " If matmuls hid all of this, one sweep would beat two."
+        " If the matmuls hid everything else, one sweep would beat two."
         if at_once < min(two + saved, together)
         else ""
     )
@@ -1805,7 +1812,7 @@ lab.read(
 )
 
 # %%
-# No run tells these costs apart; an estimate, in the fold, speaks for the additions.
+# None of our runs separates these costs, but the estimate folded below points to the additions.
 
 # %%
 
@@ -1878,36 +1885,37 @@ relative_speed = {
 }
 lab.together(
     lab.read(
-        f"**An estimate.** All programs together add {gigabytes[128]:.0f} GB to `dq`. At head_dim "
-        f"64, where nothing spills, the same kernel adds {added[64]:.1f} TB/s over its whole run, "
-        f"at which these additions take {at_that_rate:.1f} ms. "
+        f"**An estimate.** Together, all programs add {gigabytes[128]:.0f} GB to `dq`. At head_dim "
+        f"64, where nothing spills, the same kernel adds {added[64]:.1f} TB/s over its whole run; "
+        f"at that rate, these additions take {at_that_rate:.1f} ms. "
         + (
-            f"After five matmuls this makes {in_turn:.1f} ms, close to the {whole:.1f} measured, "
-            f"as if few of the additions were hidden. "
+            f"Added after the five matmuls, they would bring the run to {in_turn:.1f} ms, close to "
+            f"the {whole:.1f} ms measured, as if few of the additions were hidden. "
             if 0.85 < in_turn / whole < 1.05
-            else f"After five matmuls this makes {in_turn:.1f} ms, and not the {whole:.1f} "
-            f"measured, so it explains only a part. "
+            else f"Added after the five matmuls, they would bring the run to {in_turn:.1f} ms and "
+            f"not the {whole:.1f} ms measured, so the estimate explains only part of it. "
         )
-        + f"But the {added[64]:.1f} TB/s include the matmuls of that run, so the additions may "
-        f"cost less, and spills fill the gap."
+        + f"However, the {added[64]:.1f} TB/s include the time of that run's matmuls, so the "
+        f"additions may cost less than this, with spills filling the gap."
         if "head_dim 64, one sweep" not in spilling
-        else "At head_dim 64 the kernel spills as well, so its rate says nothing of the additions."
+        else "At head_dim 64 the kernel also spills, so its rate tells us nothing about additions."
     ),
     parts,
     lab.read(
-        f"In one call, as in the last section, two sweeps take {together:.1f} ms, and not the "
-        f"{two + saved:.1f} of their two parts. We do not know why."
+        f"In a single call, as in the last section, two sweeps take {together:.1f} ms instead of "
+        f"the {two + saved:.1f} ms of their two parts. We do not know why."
         if abs(together - two - saved) > 0.1
-        else "The parts of two sweeps add up to what they took in one call."
+        else "The times of the two sweeps add up to the time of a single call."
     ),
     lab.read(
         f"**Could another program hide the additions?** While one program on an SM adds, another "
-        f"can multiply. At head_dim 64, {small:.0f} programs of one sweep fit, and it reaches "
-        f"{relative_speed[64]:.0f} % of the speed of two sweeps at 16,384 tokens without a mask. "
-        f"At head_dim 128 it is {once:.0f}, and {relative_speed[128]:.0f} %. That fits, but it is "
-        f"no test: tiles and spills differ between the two as well."
+        f"can multiply. At head_dim 64, {small:.0f} programs of one sweep fit, and one sweep "
+        f"reaches {relative_speed[64]:.0f} % of the speed of two (16,384 tokens, no mask). At "
+        f"head_dim 128, the numbers are {once:.0f} and {relative_speed[128]:.0f} %. This agrees "
+        f"with the idea but does not test it, since tiles and spills also differ between the two."
         if small > once and relative_speed[64] > relative_speed[128]
-        else f"At head_dim 64, {small:.0f} programs of one sweep fit, and at 128 {once:.0f}."
+        else f"The number of programs of one sweep that fit is {small:.0f} at head_dim 64 and "
+        f"{once:.0f} at 128."
     ),
     facts,
 )
@@ -1915,7 +1923,7 @@ lab.together(
 # %%
 # **The way out** is to hide the additions *within* a program. In
 # :doc:`/chapters/attention_hopper_backward`, groups of warps load, multiply and add at the same
-# time, and programs can take turns, which fixes the order of a sum.
+# time, and programs can take turns adding, which fixes the order of each sum.
 
 
 # Reading
@@ -1942,8 +1950,8 @@ lab.read(
         if 0.97 <= roles / swept < 1.03
         else f"with such groups takes {roles / swept:.2f} of the time of two sweeps"
     )
-    + f", and after further changes it takes {finished / swept:.2f} of their time."
-    + (" So fewer matmuls win in the end." if finished < 0.97 * swept else "")
+    + f"; after further changes it takes {finished / swept:.2f} of their time."
+    + (" In the end, then, fewer matmuls win." if finished < 0.97 * swept else "")
     if len(at_work) == 3
     else "No run of that chapter is recorded yet."
 )
@@ -1967,16 +1975,16 @@ hosted = lab.host_times(
 on_host = {row["pass"]: row for row in hosted.rows}.get("forward and backward", {})
 lab.together(
     lab.read(
-        'In plain Triton (`backend="triton"`) a call runs two sweeps, because one sweep was slower '
-        "at all points above, which are in bfloat16; the other dtypes follow. "
-        "`deterministic=False` asks for one sweep. Without a `backend`, 16-bit inputs on Hopper "
-        "run the one sweep of the later chapter, where a table there says so."
+        'In plain Triton (`backend="triton"`), a call runs two sweeps, because one sweep was '
+        "slower at every point above. Those points are all in bfloat16; the other dtypes follow "
+        "suit. `deterministic=False` requests one sweep. Without a `backend`, 16-bit inputs on "
+        "Hopper run the one sweep of the later chapter wherever a table there says so."
     ),
     lab.read(
         f"The host spends {on_host['Kernel Book (µs)'] / on_host['PyTorch (µs)']:.1f} times as "
-        f"long on a forward and backward pass of ours as on PyTorch's SDPA."
+        f"long on our forward and backward passes as on those of PyTorch's SDPA."
         if on_host
-        else "What a call costs the host is not recorded yet."
+        else "The host's time per call is not recorded yet."
     ),
     hosted,
 )
@@ -1985,7 +1993,7 @@ lab.together(
 # What breaks it
 # --------------
 #
-# None of these mistakes raises an error. The lines are right, and the comments name the mistakes:
+# None of these mistakes raises an error. The code is correct, and its comments name the mistakes:
 #
 # .. code-block:: python
 #
@@ -2038,13 +2046,13 @@ for mistake in MISTAKES:
 lab.table(rows, "Errors, as shares of the largest element, float32")
 
 # %%
-# A test of ``dv`` alone finds only two of the four mistakes, and one with ``scale=1`` would miss
+# A test of ``dv`` alone finds only two of the four mistakes, and a test with ``scale=1`` would miss
 # the last.
 
 # %%
-# **A forgotten mask** does not crash. The backward pass of Triton's tutorial was always causal
-# (`issue 4541 <https://github.com/triton-lang/triton/issues/4541>`__), and so was its test, which
-# therefore did not notice:
+# **A forgotten mask** does not crash either. The backward pass of Triton's tutorial was always
+# causal (`issue 4541 <https://github.com/triton-lang/triton/issues/4541>`__), and its test, causal
+# too, did not notice. The errors for each pair of masks:
 
 # Measuring
 q, k, v, do = torch.randn(4, 2, 2, 100, 32, device=runtime.DEVICE).unbind()
@@ -2071,24 +2079,28 @@ s = 32**-0.5 * q.double() @ k.double().mT
 _, lse = reference.attention(q, k, v, True)
 summed = (s - lse[..., None]).exp().sum(-1)[0, 0, 0]
 lab.read(
-    f"The errors are largest where backward sees more keys than forward did: `lse` lacks these "
-    f"keys, so the weights exp(s − lse) of the first query sum to {summed:.0f} instead of 1. A "
-    f"test needs a case with a mask and a case without."
+    f"The errors are largest where the backward pass sees more keys than the forward pass did. "
+    f"Those keys are missing from `lse`, so the weights exp(s − lse) of the first query sum to "
+    f"{summed:.0f} instead of 1. A test needs one case with a mask and one without."
 )
 
 # %%
 # In short
 # --------
 #
-# The weights need not be stored, because one number per query, ``lse``, brings them back, and
-# another, ``delta``, stands for the sum over all keys. Two sweeps give each sum a program of its
-# own, and so the same bits in every run, for seven matmuls instead of five. In plain Triton one
-# sweep loses all the same, partly by its tiles and warps, and mostly in ``dq``.
+# The weights need not be stored: one number per query, ``lse``, brings them back, and another,
+# ``delta``, replaces the sum over all keys. Two sweeps give each sum its own program and thus the
+# same bits in every run, at the price of seven matmuls instead of five. In plain Triton, one sweep
+# is slower nonetheless, partly because of its tiles and warps, but mostly in ``dq``.
 
 # Reading
 lab.read(
     ("The best libraries are faster than both" if losses else "No library is faster")
-    + (", FlashAttention even with the same bits in every run." if fixed_wins else ".")
+    + (
+        ". Where we timed it, FlashAttention is faster even in its deterministic mode."
+        if fixed_wins
+        else "."
+    )
 )
 
 
@@ -2097,15 +2109,15 @@ lab.read(
 # ---------
 #
 # **1. The gradient of a bias.** ALiBi adds :math:`a\,(j - i)` to the score of query :math:`i` and
-# key :math:`j`, with a slope :math:`a` for each head. If the slopes are learned, what is their
+# key :math:`j`, with one slope :math:`a` per head. If the slopes are learned, what is their
 # gradient? Write a kernel that stores no matrix and gives the same result in every run.
 
 # %%
 
 # Solution: the gradient of a bias
 #
-# The bias is added to the score, so the gradient of the bias is dS, and the gradient of the slope
-# is the sum of dS times (j - i).
+# The bias is added to the score, so its gradient is dS, and the gradient of the slope is the sum of
+# dS times (j - i).
 
 
 @triton.jit
@@ -2161,9 +2173,10 @@ lab.check(
 )
 
 # %%
-# **2. Dropout inside attention.** Weights are dropped after the softmax, :math:`O = (P \circ Z)\,
-# V`, where :math:`Z` is 0, or :math:`1/(1 - r)` for a drop probability :math:`r`. What becomes of
-# ``delta``? Write the tiled backward pass so that no mask is stored, as in the chapter on dropout.
+# **2. Dropout inside attention.** Dropout acts after the softmax: :math:`O = (P \circ Z)\, V`,
+# where each element of :math:`Z` is 0 or :math:`1/(1 - r)` for a drop probability :math:`r`.
+# What becomes of ``delta``? Write a tiled backward pass that stores no mask, as in the chapter on
+# dropout.
 
 
 # %%
@@ -2171,7 +2184,7 @@ lab.check(
 # Solution: dropout inside attention
 #
 # dV = (P ∘ Z)^T dO and dP = (dO V^T) ∘ Z. Then delta = sum_j p_j z_j (dO · v_j) = dO · O, where O
-# is the output *after* dropout. So delta is computed as before.
+# is the output *after* dropout. We can therefore compute delta as before.
 
 
 def mask_of(rows, keys, n_keys, p, seed):
@@ -2218,15 +2231,17 @@ lab.table(
 
 # %%
 # **3. Checkpointing whole layers.** ``torch.utils.checkpoint`` runs a layer's forward pass again
-# during the backward pass. How many matmuls does a step take then? Do the gradients change?
+# during the backward pass. How many matmuls does its attention then take per step? Do the gradients
+# change?
 
 # %%
 
 # Solution: checkpointing whole layers
 #
-# Without checkpointing: 2 matmuls forward, and 7 backward in two sweeps. With it: 2 more, so 11
-# instead of 9. Scores are then computed four times: forward, forward again, and in both sweeps.
-# Only the input of each layer is kept; q, k, v, out and lse exist for one layer at a time.
+# Without checkpointing, attention takes 2 matmuls forward and 7 backward in two sweeps. With it, 2
+# more make 11 instead of 9. The scores are then computed four times: forward, forward again, and in
+# both sweeps. Only the input of each layer is kept; q, k, v, out and lse exist for one layer at a
+# time. The gradients do not change by a bit:
 
 from torch.utils.checkpoint import checkpoint
 

@@ -2,17 +2,17 @@
 Attention, rung by rung
 =======================
 
-The kernel of the last chapter keeps its scores on the chip and skips the tiles that a mask empties,
-and still it is far slower than a matmul with as many operations. *Which changes bring it closer,
-and what is each of them worth?*
+The kernel of the last chapter keeps its scores on the chip and skips every tile that the mask
+empties, yet it still falls far short of the speed of a matmul. *Which changes narrow the gap, and
+how much is each of them worth?*
 
 You will learn
 
-- what each of six changes gains, and what the finished kernel loses without it;
-- how to count the waits of a program in its machine code, and to ask the assembler for its reason;
-- how to test whether exponentials run while matmuls do.
+- how to measure what each of six changes is worth, when it is made and when it is taken back;
+- how to count the waits in a program's machine code, and to ask the assembler for its reason;
+- how to test whether exponentials run at the same time as matmuls.
 
-The kernel is the package's in plain Triton, ``attention(..., backend="triton")``.
+The kernel is the package's, in plain Triton: ``attention(..., backend="triton")``.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -61,11 +61,11 @@ attention = partial(public_attention, backend="triton")
 lab.start("attention_fast", "kernelbook.ops.attention")
 
 # %%
-# What could hold it back
-# -----------------------
+# What could hold attention back
+# ------------------------------
 #
 # Attention is two matmuls with exponentials in between, and it is slower than a matmul because the
-# tensor cores, the GPU's matmul units, are idle at times. Four things could be the reason.
+# tensor cores, the GPU's matmul units, are idle part of the time. Four things could be the reason.
 
 
 # Measuring
@@ -104,18 +104,18 @@ def finished_without_a_mask():
 
 will_reach = finished_without_a_mask()
 lab.read(
-    "**Memory** may deliver the tiles too slowly. "
+    "**Memory.** The tiles may arrive too slowly. "
     + (
-        f"If every byte came from HBM, the memory outside the chip, attention could not pass "
+        f"If every byte came from HBM, the memory outside the chip, attention could not exceed "
         f"{from_hbm:.0f} TFLOP/s. But the L2 cache can serve many of the loads"
         + (
-            f", and it does: without a mask the finished kernel will reach {will_reach:.0f}."
+            f", and it does: without a mask, the finished kernel will reach {will_reach:.0f}."
             if will_reach > from_hbm
             else "."
         )
         if per_byte < needed
-        else f"But memory allows {from_hbm:.0f} TFLOP/s, more than a matmul reaches, even if every "
-        f"byte comes from HBM, the memory outside the chip."
+        else f"But even if every byte comes from HBM, the memory outside the chip, memory allows "
+        f"{from_hbm:.0f} TFLOP/s, more than a matmul reaches."
     )
 )
 
@@ -124,30 +124,30 @@ lab.read(
 # Folded: The bytes counted, and why a program keeps its queries and loads the keys
 both_orders = {length: moved_by(length) for length in (4096, 16384)}
 lab.read(
-    f"Each tile of 128 queries loads all keys and values of its head again, and the programs of a "
-    f"head load the same ones at the same time, which L2 can serve. "
-    f"Attention does {per_byte:.0f} operations per byte that it loads or stores, and in this run "
-    f"the GPU needed {needed:.0f} operations per byte to keep its arithmetic busy. "
+    f"Each tile of 128 queries loads all keys and values of its head again, and since the programs "
+    f"of a head load the same ones at the same time, L2 can serve them. "
+    f"Attention does {per_byte:.0f} operations per byte that it loads or stores, whereas in this "
+    f"run the GPU needed {needed:.0f} to keep its arithmetic busy. "
     f"At length 4,096 and head_dim 128, a head does {4 * 4096**2 * 128 / 1e9:.2f} GFLOP on "
     f"{moved_by(4096)[0]:.0f} MiB. A matmul runs at {matmul_speed:.0f} TFLOP/s and a copy at "
     f"{copy_speed:,.0f} GB/s. "
     f"A program that keeps a tile of keys instead has to read all queries, and to read and write "
-    f"back their `acc` in float32. At length 4,096 this is {both_orders[4096][1]:,.0f} MiB for a "
+    f"back their `acc` in float32. At length 4,096 this is {both_orders[4096][1]:,.0f} MiB per "
     f"head, instead of {both_orders[4096][0]:,.0f}, and at 16,384 it is "
-    f"{both_orders[16384][1]:,.0f} instead of {both_orders[16384][0]:,.0f}. It also meets a worse "
+    f"{both_orders[16384][1]:,.0f} instead of {both_orders[16384][0]:,.0f}. There is a worse "
     f"problem: programs with different keys add to the same `acc`, so they would have to wait for "
-    f"each other. The first FlashAttention avoided that by running one program per head, but a GPU "
-    f"with more than a hundred SMs then stands idle for the most part if there are few heads. If "
-    f"queries stay, no two programs write to the same address, and there are as many programs as "
-    f"tiles of queries."
+    f"each other. The first FlashAttention avoided this by running one program per head, but with "
+    f"few heads most of a GPU with more than a hundred SMs is then idle. If each program keeps its "
+    f"queries, no two programs write to the same address, and there are as many programs as tiles "
+    f"of queries."
 )
 
 # %%
 # **Exponentials.** Each score costs :math:`4 D` operations in the two matmuls, for head_dim
-# :math:`D`, and one exponential. An :term:`SM` of a Hopper GPU does 4,096 such operations in a
-# cycle, but only 16 exponentials. So at head_dim 128 the matmuls of a score take an eighth of a
-# cycle, and its exponential a sixteenth. If all :term:`warps <warp>` of an SM take turns between
-# the two, the tensor cores work for at most two thirds of the time.
+# :math:`D`, and one exponential. An :term:`SM` of a Hopper GPU executes 4,096 such operations per
+# cycle, but only 16 exponentials. At head_dim 128, the matmuls of a score thus take an eighth of a
+# cycle and its exponential a sixteenth. If all :term:`warps <warp>` of an SM alternate between the
+# two in step, the tensor cores work for at most two thirds of the time.
 
 
 # Drawing
@@ -168,7 +168,7 @@ def turns(axes):
             axes.text(start + length / 2, y, name, ha="center", va="center")
 
     for top, programs, every in ((0.0, "A", 3), (3.3, "AB", 2)):
-        title = "Two programs" if "B" in programs else "If all warps take turns"
+        title = "Two programs" if "B" in programs else "All warps in step"
         said = "up to 100" if "B" in programs else f"{bound_of_turns(128):.0f}"
         axes.text(-3.3, top - 0.2, title, va="center", fontweight="bold")
         axes.text(
@@ -189,32 +189,34 @@ def turns(axes):
 
 
 lab.sketch(
-    "Exponentials leave the tensor cores idle, or not",
-    "Two timelines of an SM. If all warps take turns, a matmul takes two units of time, and then "
-    "exponentials one, during which the tensor cores are idle. Of two programs, one computes "
-    "its exponentials while the tensor cores work for the other, and they are never idle.",
+    "A second program can fill the idle time",
+    "Two timelines of an SM. If all warps are in step, a matmul takes two units of time, and then "
+    "the exponentials take one, during which the tensor cores are idle. With two programs, one "
+    "computes its exponentials while the tensor cores work for the other, and they are never idle.",
     turns,
     height=2.9,
 )
 
 # %%
-# **Pauses.** A program that waits after each matmul instruction leaves a pause before the next.
+# **Pauses.** If a program waits after each matmul instruction, the tensor cores pause before the
+# next.
 #
-# **The end.** If the last programs to start are long ones, most SMs have nothing to do meanwhile.
+# **The end.** If the last programs to start are long ones, most SMs are idle while these finish.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    Six changes follow. The first lets a second program use the tensor cores while the first
-#    computes exponentials, the next three together let a program hand over its matmuls without
-#    pauses, the fifth does less besides them, and the sixth leaves no SM without work at the end.
+#    Of our six changes, the first lets one program use the tensor cores while another computes
+#    exponentials; the next three together let a program hand over its matmuls without pauses; the
+#    fifth saves other work; and the sixth leaves fewer SMs idle at the end.
 
 # %%
 # The loop
 # --------
 #
-# We make six changes to a kernel, the *rungs* of a ladder. Its loop loads a tile of keys, computes
-# the scores ``qk``, turns them into weights ``p``, and adds the weighted values to ``acc``:
+# We make the six changes, the *rungs* of a ladder, to one kernel. Its loop loads a tile of keys,
+# computes the scores ``qk``, turns them into weights ``p``, and adds the weighted values to
+# ``acc``:
 #
 # .. code-block:: python
 #
@@ -225,14 +227,14 @@ lab.sketch(
 #        v = _tile(v_head, start_n)
 #        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
 #
-# ``_tile`` loads the rows of a head from ``start_n`` on. ``_weigh`` makes the weights, updates
-# ``m_i`` and ``l_i``, the largest score and the sum of weights of each query, and returns
-# ``alpha``, which converts old sums to the new maximum.
+# ``_tile`` loads a tile of a head's rows, starting at ``start_n``. ``_weigh`` computes the weights,
+# updates each query's largest score ``m_i`` and sum of weights ``l_i``, and returns ``alpha``,
+# which rescales the old sums to the new maximum.
 #
-# A program has 8 warps and 128 queries. A ``tl.dot`` becomes several matmul instructions, each of
-# which takes 16 steps of the inner dimension: 8 of them for ``q kᵀ``, because head_dim is 128, and
-# 4 for ``p v``, because a tile has 64 keys. On Hopper a program hands them over and goes on while
-# the tensor cores work. Only where it needs the result does it **wait**:
+# A program has 8 warps and 128 queries. Each ``tl.dot`` becomes several matmul instructions, which
+# cover 16 steps of the inner dimension each: 8 for ``q kᵀ``, because head_dim is 128,
+# and 4 for ``p v``, because a tile has 64 keys. On Hopper, a program hands these to the tensor
+# cores and goes on while they work. It **waits** only where it needs the result:
 #
 # .. image:: /figures/attention-waits.svg
 #    :alt: Two timelines of the eight instructions of a tl.dot. Above, the program hands over all of
@@ -240,9 +242,9 @@ lab.sketch(
 #          each instruction, and the tensor cores are idle until the next one comes.
 #
 # Until a matmul is complete, nothing else may use the registers that it reads and writes. Where the
-# assembler, the last stage of the compiler, cannot guarantee that, it makes the program wait after
-# each instruction. In *SASS*, the machine code, a matmul instruction is an ``HGMMA`` and a wait a
-# ``WARPGROUP.DEPBAR``, so both can be counted:
+# assembler, the last stage of the compiler, cannot guarantee this, it makes the program wait after
+# each instruction. In *SASS*, the machine code, a matmul instruction appears as ``HGMMA`` and a
+# wait as ``WARPGROUP.DEPBAR``, so we can count both:
 #
 # .. code-block:: python
 #
@@ -250,15 +252,15 @@ lab.sketch(
 #    code = compiled.asm["sass"]          # its machine code, as text
 #    code.count("HGMMA"), code.count("WARPGROUP.DEPBAR")
 #
-# The kernel has the loop twice, for whole tiles and for tiles that the mask cuts: 2 · (8 + 4) = 24
-# matmul instructions with, at best, 4 waits. Every further wait is a pause.
+# The kernel contains the loop twice, for whole tiles and for tiles that the mask cuts:
+# 2 · (8 + 4) = 24 matmul instructions and, at best, 4 waits. Every further wait is a pause.
 
 # %%
 # The ladder
 # ----------
 #
-# The ladder starts from the staged kernel of the last chapter. Percentages are of the speed of a
-# :term:`cuBLAS` matmul in the same run, in the text with a causal mask unless we say otherwise.
+# The ladder starts from the staged kernel of the last chapter. Speeds are percentages of that of a
+# :term:`cuBLAS` matmul in the same run; in the text, with a causal mask unless we say otherwise.
 
 
 # Whole: one for all rungs, with a flag for each change
@@ -572,12 +574,12 @@ CHANCE = 0.015  # a smaller difference is none that we can tell
 
 CAUSES = {
     "in stages": "one program per SM",
-    "two programs": "one works while one waits",
+    "two programs": "one works while the other waits",
     "descriptors": "no addresses in registers",
     "one iteration ahead": "exponentials before matmuls",
-    "two-step maximum": "one wait for a matmul",
-    "scale folded": "one multiplication less",
-    "heavy first": "no late long programs",
+    "two-step maximum": "one wait per matmul",
+    "scale folded": "one multiplication fewer",
+    "heavy first": "no long programs at the end",
 }
 
 
@@ -637,7 +639,7 @@ def staircase(axes, rows):
     axes.set_xlabel("% of the speed of a cuBLAS matmul")
 
 
-lab.draw(steps, "The speed of each rung, and the step to it", steps_in_words, staircase)
+lab.draw(steps, "The speed of each rung, and its gain", steps_in_words, staircase)
 
 
 def measured(name, *sentences, both=False):
@@ -739,35 +741,35 @@ limit_costs = known("register limit alone") and (
 
 # Reading
 lab.read(
-    f"Steps of less than {100 * CHANCE} % we call the same. "
+    f"We call speeds that differ by less than {100 * CHANCE} % the same. "
     "Two of the six changes are odd: rung 1 "
     + (
         "gains nothing"
         if abs(steps_up["two programs"]) < CHANCE
         else f"loses {-100 * steps_up['two programs']:.0f} %"
     )
-    + ", and rung 4, the largest, rewrites a single line, which returns the same numbers as "
+    + ", and rung 4, the largest step, rewrites a single line, which returns the same numbers as "
     "before. Waits "
     + (
-        "have a part in both."
+        "play a part in both."
         if limit_costs
-        else "will explain the second, and probably the first."
+        else "will explain the second and probably the first."
     )
     if steps_up["two programs"] < CHANCE
     and max(steps_up, key=steps_up.get) == "two-step maximum"
-    else "We take the six one by one."
+    else "We take the six changes one by one."
 )
 
 # %%
 
 # Folded: The start, the steps in TFLOP/s, and the check of every rung
 before = lab.read(
-    f"The start is the staged kernel of the chapter before with a different beginning. `m_i` "
-    f"starts at `LOWEST`, the lowest finite number of float32, and not at −∞. This saves the guard "
+    f"The start is the staged kernel of the last chapter with a different beginning: `m_i` starts "
+    f"at `LOWEST`, the lowest finite number of float32, instead of −∞. This saves the guard "
     f"against −∞ − (−∞), which is NaN, because −∞ minus a finite number is −∞, whose exponential "
-    f"is 0. With a causal mask the old kernel takes {100 * of_chapter_before('causal'):.0f} % "
-    f"longer, in a run of its own. `PRECISION` in the code is `tf32x3` on NVIDIA GPUs and matters "
-    f"in float32 only: it splits each number into a coarse part and a remainder, both in TF32, and "
+    f"is 0. With a causal mask, the old kernel takes {100 * of_chapter_before('causal'):.0f} % "
+    f"longer, in a separate run. `PRECISION` in the code is `tf32x3` on NVIDIA GPUs and matters "
+    f"only in float32: it splits each number into a coarse part and a remainder, both in TF32, and "
     f"replaces one matmul by three. Each speed is the median of many timings, of which the middle "
     f"60 % lie within {100 * scatter:.1f} % of it."
 )
@@ -785,8 +787,8 @@ tflops = lab.table(
     "The ladder, length 4,096, head_dim 128",
 )
 checked = lab.read(
-    "Every rung is checked against float64: in float32 at lengths that no tile divides, and on a "
-    "GPU also in bfloat16, with the tiles and options with which it is timed."
+    "We check every rung against float64: in float32 at lengths that no tile divides, and on a "
+    "GPU also in bfloat16, with the same tiles and options as in the timings."
 )
 lab.together(before, tflops, checked, lab.check("The rungs", cases()))
 
@@ -845,7 +847,7 @@ def told(name, both=False):
     if not both:
         return f"**Measured: {causal}.** "
     if causal == full:
-        return f"**Measured: {causal}**, with a causal mask and without one. "
+        return f"**Measured: {causal}**, with or without a causal mask. "
     return f"**Measured: {causal}** with a causal mask, and {full} without one. "
 
 
@@ -863,8 +865,8 @@ def waits_of(name):
 # Rung 1: two programs on an SM
 # -----------------------------
 #
-# While a program computes exponentials, a second one on the same SM could use the tensor cores. It
-# fits only if each takes at most half of the SM's registers and shared memory:
+# While one program computes exponentials, another on the same SM could use the tensor cores. The
+# two fit only if each takes at most half of the SM's registers and shared memory:
 
 
 # Drawing
@@ -939,12 +941,12 @@ lab.sketch(
 
 # %%
 # **Shared memory** holds the tiles. ``num_stages``, the number of *pipeline stages*, says how many
-# tiles of keys, and of values, are on their way or in use at a time. The queries of a program take
+# tiles of keys, and how many of values, are in flight or in use at a time. A program's queries take
 # 32 KiB, and so does each stage. With two stages, two programs fit into the 227 KiB of an SM.
 #
-# **Registers** hold ``acc`` and the scores. Two programs of 8 warps are 512 threads, so of the SM's
-# 65,536 registers each thread gets 128; ``maxnreg``, an option of the launch, sets this limit.
-# Values that do not fit :term:`spill <spill>` to memory.
+# **Registers** hold ``acc`` and the scores. Two programs of 8 warps have 512 threads, which leaves
+# each thread 128 of the SM's 65,536 registers. We set this limit with ``maxnreg``, an option of the
+# launch. Values that do not fit :term:`spill <spill>` to memory.
 
 
 # Measuring
@@ -974,9 +976,10 @@ def by_half(versions):
 # Drawing
 measured(
     "two programs",
-    f"Each thread had {compiled_to('in stages', 'registers')} registers and is left with 128. So "
-    f"{compiled_to('two programs', 'spills')} values spill, and the code, which waited "
-    f"{compiled_to('in stages', 'waits for them')} times, now waits {waits_of('two programs')}.",
+    f"Each thread used {compiled_to('in stages', 'registers')} registers and is left with 128. "
+    f"As a result, {compiled_to('two programs', 'spills')} values spill, and the code, which "
+    f"waited {compiled_to('in stages', 'waits for them')} times, now waits "
+    f"{waits_of('two programs')}.",
     both=True,
 )
 
@@ -992,7 +995,7 @@ lab.table(
             "both (rung 1)": "two programs",
         }
     ),
-    f"What it takes for a second program, causal. Waits: for "
+    f"Making room for a second program, causal; waits for "
     f"{compiled_to('in stages', 'matmul instructions')} matmul instructions",
 )
 
@@ -1011,28 +1014,28 @@ at_most = max(
     for name in ("register limit alone", "two stages alone")
 )
 lab.read(
-    f"Making room costs speed twice: two stages have fewer tiles on their way, and fewer registers "
-    f"bring waits and spills. Each alone leaves the kernel at {100 * at_most:.0f} % of a matmul or "
-    f"less. With both and a second program it is at {of_matmul('two programs')}. "
+    f"Making room costs speed in two ways: with two stages fewer tiles are in flight, and with "
+    f"fewer registers the code waits and spills. Either change alone leaves the kernel at "
+    f"{100 * at_most:.0f} % of a matmul or less; both together make room for the second program, "
+    f"and the kernel runs at {of_matmul('two programs')}. "
     + (
-        "So the second program is worth much, but here it only wins back what making room for it "
-        "costs."
+        "The second program is worth a lot, but here it only wins back the cost of making room."
         if early
-        else "The second program is worth more than both cost."
+        else "The second program is worth more than making room for it costs."
     )
     if max(limit_alone, stages_alone) < -CHANCE and second > CHANCE
-    else f"Compared with the start, the limit alone changes the speed by "
-    f"{100 * limit_alone:+.0f} %, the two stages alone by {100 * stages_alone:+.0f} %, and both "
+    else f"Compared with the start, the register limit alone changes the speed by "
+    f"{100 * limit_alone:+.0f} %, two stages alone by {100 * stages_alone:+.0f} %, and both "
     f"together by {100 * gain('two programs', 'causal'):+.0f} %."
 )
 
 # %%
-# Rung 2: descriptors name tiles
-# ------------------------------
+# Rung 2: descriptors instead of addresses
+# ----------------------------------------
 #
-# Registers are short now, and a thread spends some of them on addresses: for each piece of a tile
+# Registers are now scarce, and a thread spends some of them on addresses: for each piece of a tile
 # that it loads, it computes and keeps an address and a mask. A :term:`tensor descriptor
-# <descriptor>` makes them unnecessary. The host makes it once; it holds the address, sizes and
+# <descriptor>` makes these unnecessary. The host creates it once, from the address, sizes and
 # strides of a tensor, and the size of a tile.
 #
 # .. image:: /figures/attention-descriptor.svg
@@ -1042,8 +1045,8 @@ lab.read(
 #          checks the bounds, and puts the tile into shared memory.
 #
 # One thread then names a tile by its coordinates. The Tensor Memory Accelerator (TMA), the copy
-# engine of an SM since Hopper, computes the addresses, fills with zeros what lies outside, and puts
-# the tile into shared memory:
+# engine of an SM since Hopper, computes the addresses, fills whatever lies outside with zeros, and
+# puts the tile into shared memory:
 #
 # .. code-block:: python
 #
@@ -1180,16 +1183,16 @@ stays = (
 )
 measured(
     "descriptors",
-    f"The number of spills goes from {compiled_to('two programs', 'spills')} to "
+    f"Spills go from {compiled_to('two programs', 'spills')} to "
     f"{compiled_to('descriptors', 'spills')}",
-    f", but the waits stay. Without the limit the compiler would now take "
+    f", but the waits remain. Without the limit, the code would now use "
     f"{compiled_to('descriptors, no limit', 'registers')} registers and wait "
-    f"{compiled_to('descriptors, no limit', 'waits for them')} times; in 128 it can place "
-    f"everything only with a wait after each matmul instruction. "
+    f"{compiled_to('descriptors, no limit', 'waits for them')} times; within 128, the compiler can "
+    f"place everything only with a wait after each matmul instruction. "
     if stays
     else f". The code waits {waits_of('descriptors')}. Without the register limit, the compiler "
     f"would give a thread {compiled_to('descriptors, no limit', 'registers')} registers. ",
-    "We keep the descriptors, because the finished kernel will need them."
+    "We keep the descriptors because the finished kernel will need them."
     if change("without descriptors", list(LADDER)[-1]) < -CHANCE
     else "",
 )
@@ -1197,9 +1200,9 @@ measured(
 # %%
 # .. dropdown:: Descriptors in the package, and GPUs without a copy engine
 #
-#    The host describes a tensor with ``describe``. In the kernel, ``head_of`` joins the descriptor
-#    with the numbers of batch and head, ``coordinates`` adds the row and column of a tile, and
-#    ``load_tile`` reads the tile.
+#    The host describes a tensor with ``describe``. In the kernel, ``head_of`` combines the
+#    descriptor with the indices of batch and head, ``coordinates`` adds the row and column of a
+#    tile, and ``load_tile`` reads the tile.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
 #       :pyobject: describe
@@ -1211,13 +1214,13 @@ measured(
 #       :pyobject: load_tile
 #
 #    GPUs before Hopper have no TMA. The GeForce RTX 50 series has one, but its matmul instructions
-#    read registers and not shared memory, so a tile in shared memory is not yet where it is needed.
-#    On both, the package's kernel gets the address of a head instead, because Triton would turn a
-#    descriptor into addresses and masks again, and into slow ones: before a thread may load 16
-#    bytes at once, the compiler has to know that neighbours in a row are neighbours in memory, and
-#    a descriptor that comes from the host does not tell it so at compile time. ``head_of`` gives it
-#    an address whose last stride is the constant 1, and ``inside`` computes the addresses of a tile
-#    from it.
+#    read registers rather than shared memory, so a tile in shared memory is not yet where it is
+#    needed. On both, the package's kernel receives the address of a head instead, because Triton
+#    would turn a descriptor back into addresses and masks, and slow ones: before a thread may load
+#    16 bytes at once, the compiler has to know that neighbours in a row are neighbours in memory,
+#    and a descriptor from the host does not tell it this at compile time. ``head_of`` gives it an
+#    address whose last stride is the constant 1, and ``inside`` computes the addresses of a tile
+#    from that.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
 #       :pyobject: head_of
@@ -1229,10 +1232,10 @@ measured(
 # Rung 3: scores one iteration ahead
 # ----------------------------------
 #
-# Copies can leave the tensor cores idle, too. An iteration begins with ``q kᵀ``, which needs a new
-# tile of keys. With two stages, Triton starts to copy the next tiles only at the end of an
-# iteration, when ``p v`` has been handed over, so the next iteration waits for as much of the
-# copies as ``p v`` does not cover. If it began with exponentials, which need no new tile, these
+# Copies can also leave the tensor cores idle. An iteration begins with ``q kᵀ``, which needs a new
+# tile of keys. With two stages, Triton starts copying the next tiles only at the end of an
+# iteration, once ``p v`` has been handed over. The next iteration then waits for whatever part of
+# the copies ``p v`` does not cover. If it began with exponentials, which need no new tile, they
 # would run during the copies:
 
 
@@ -1261,8 +1264,8 @@ def ahead(axes):
     ]
     rows = {"copy": 0, "matmul": 1, "wait": 1, "exponentials": 2}
     for top, title, blocks in (
-        (0, "It begins with a matmul", old),
-        (4.3, "It begins with exponentials", new),
+        (0, "Matmul first", old),
+        (4.3, "Exponentials first", new),
     ):
         axes.text(-1.05, top - 0.25, title, va="center", weight="bold")
         for row, name in enumerate(("copies", "matmuls", "exponentials")):
@@ -1287,11 +1290,11 @@ def ahead(axes):
 
 
 lab.sketch(
-    "One iteration in two orders, a sketch",
+    "One iteration in two orders (a sketch)",
     "Two timelines of one iteration, with rows for copies, matmuls and exponentials; all matmuls "
     "and the exponentials are equally long, and the copies longer. Above, the copies of k and v "
     "start while p v of the iteration before runs. They take longer, so the program waits, and "
-    "then come q k and the exponentials. Below, the exponentials and p v run during the copies of "
+    "q k and the exponentials follow. Below, the exponentials and p v run during the copies of "
     "v and then the next k, and q k of the next tile follows without a wait. The iteration is "
     "shorter by the wait.",
     ahead,
@@ -1299,8 +1302,8 @@ lab.sketch(
 )
 
 # %%
-# So each iteration ends with the scores of the *next* tile, and the last tile is finished after the
-# loops. The same lines, in another order:
+# Each iteration therefore ends with the scores of the *next* tile, and we finish the last tile
+# after the loops. The lines are the same, in another order:
 #
 # .. code-block:: python
 #
@@ -1318,31 +1321,31 @@ outside = compiled_to("one iteration ahead", "matmul instructions") - compiled_t
 )
 measured(
     "one iteration ahead",
-    f"The code still waits {waits_of('one iteration ahead')}, of which {outside} are new and "
+    f"The code still waits {waits_of('one iteration ahead')}, of which {outside} are new and lie "
     f"outside the loops. ",
-    "Neither waits nor spills became fewer, so they do not explain the gain. The copies may, but "
-    "we have not timed them by themselves."
+    "Neither waits nor spills have become fewer, so they do not explain the gain. The copies may, "
+    "but we have not timed them separately."
     if all(
         compiled_to(name, "waits for them") == compiled_to(name, "matmul instructions")
         for name in ("descriptors", "one iteration ahead")
     )
     and compiled_to("one iteration ahead", "spills")
     >= compiled_to("descriptors", "spills")
-    else "We have not timed the copies by themselves.",
+    else "We have not timed the copies separately.",
 )
 
 # %%
 # Rung 4: the maximum in two steps
 # --------------------------------
 #
-# The code still waits after each instruction. The assembler, *ptxas*, says why if two variables are
-# set in the environment:
+# Why does the code still wait after each instruction? The assembler, *ptxas*, gives its reason if
+# we set two environment variables:
 #
 # .. code-block:: bash
 #
 #    TRITON_ALWAYS_COMPILE=1 TRITON_DUMP_PTXAS_LOG=1 python your_script.py
 #
-# For rung 3 it says:
+# For rung 3 it reports:
 
 # Drawing
 
@@ -1380,9 +1383,9 @@ free = "one iteration ahead, no limit"
 of_first = {seen[name]["reason"] for name in ("two programs", "descriptors") if seen}
 lab.read(
     (
-        f"In rungs 1 and 2 the reason is “{of_first.pop()}”. The one of rung 3 is new"
+        f"In rungs 1 and 2 the reason is “{of_first.pop()}”. Rung 3 has a new one"
         if len(of_first) == 1
-        else "The reason of rung 3 is new"
+        else "Rung 3 has a new reason"
     )
     + (
         ", and raising the limit does not help. "
@@ -1390,24 +1393,25 @@ lab.read(
         == compiled_to(free, "matmul instructions")
         else ". "
     )
-    + "Something reads the accumulator, the registers of `acc`, while a matmul (`wgmma`) still "
-    "writes them. Then the assembler makes all matmuls of the kernel wait."
+    + "Something reads the accumulator, the registers of `acc`, while a matmul (`wgmma`) is still "
+    "writing them, and so the assembler makes every matmul of the kernel wait."
 )
 
 # %%
-# To find what reads it, we look for ``p v`` in *TTGIR*, Triton's intermediate code, which is
-# ``compiled.asm["ttgir"]``. Two waits, ``warp_group_dot_wait``, follow it instead of one, and the
-# loop carries ``acc`` twice, in two *layouts*: a layout says which elements of a tile each thread
-# holds. The second is that of ``alpha``, which has it from an innocent line, the maximum of a row:
+# To find the culprit, we look for ``p v`` in *TTGIR*, Triton's intermediate code, which is
+# ``compiled.asm["ttgir"]``. Two waits, ``warp_group_dot_wait``, follow ``p v`` instead of one, and
+# the loop carries ``acc`` twice, in two *layouts*: a layout says which elements of a tile each
+# thread holds. The second is the layout of ``alpha``, which comes from an innocent line, the
+# maximum of a row:
 #
 # 1. The scores have the layout of a matmul with 64 columns, and ``acc`` that of one with 128. The
 #    maximum, ``tl.max(qk, axis=1)``, inherits the layout of the scores, and so does ``alpha``.
-# 2. ``acc * alpha`` needs both in one layout. Up to rung 2 the compiler converts ``alpha``, one
-#    number per row. In rung 3 it converts ``acc``; we did not trace why. To spare the conversion in
-#    each iteration, it then carries both versions through the loop.
-# 3. Triton then emits two waits for ``p v``, each of which hands out one version of ``acc``. To
-#    have two, the code copies ``acc``, 64 registers in each thread, before both waits, while
-#    ``p v`` still runs:
+# 2. ``acc * alpha`` needs both in the same layout. Up to rung 2, the compiler converts ``alpha``,
+#    one number per row. In rung 3 it converts ``acc``; we did not trace why. To avoid a conversion
+#    in every iteration, it carries both versions through the loop.
+# 3. Triton then emits two waits for ``p v``, each of which returns one version of ``acc``. To have
+#    two, the code copies ``acc``, 64 registers per thread, before both waits, while ``p v`` is
+#    still running:
 #
 # .. image:: /figures/attention-acc-twice.svg
 #    :alt: Three timelines of the four instructions of p v. In rung 3, as Triton writes it, the
@@ -1416,8 +1420,8 @@ lab.read(
 #          is one acc and no copy, and the program waits once.
 #
 # Rung 4 breaks the chain at its first step. It takes the maximum with ``row_max``, which returns
-# the same numbers, but its reshape gives them a layout that is no matmul's, and the compiler
-# converts ``alpha`` again:
+# the same numbers. Its reshape, however, gives them a layout that belongs to no matmul, and the
+# compiler goes back to converting ``alpha``:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
 #    :language: python
@@ -1428,14 +1432,14 @@ lab.read(
 # Drawing
 measured(
     "two-step maximum",
-    f"Of {compiled_to('one iteration ahead', 'waits for them')} waits "
-    f"{compiled_to('two-step maximum', 'waits for them')} are left"
+    f"Of {compiled_to('one iteration ahead', 'waits for them')} waits, "
+    f"{compiled_to('two-step maximum', 'waits for them')} remain"
     + (
         ", one for each `tl.dot`. "
         if compiled_to("two-step maximum", "waits for them") == 6
         else ". "
     )
-    + "The machine code of `p v` before and after:",
+    + "Here is the machine code of `p v` before and after:",
 )
 
 # %%
@@ -1453,7 +1457,7 @@ def code_of_p_v(name):
 OPCODES = {"HGMMA": "HGMMA", "WARPGROUP": "DEPBAR"}
 RUNGS_3_AND_4 = {"rung 3": "one iteration ahead", "rung 4": "two-step maximum"}
 as_printed(
-    "SASS of one p v, abridged: its matmuls and waits",
+    "SASS of one p v, abridged to its matmuls and waits",
     "\n".join(
         f"{words}:  {' '.join(OPCODES[word.split('.')[0]] for word in code_of_p_v(name))}"
         for words, name in RUNGS_3_AND_4.items()
@@ -1522,13 +1526,14 @@ by_hand = change("two-step maximum", "one wait")
 # Reading
 lab.read(
     (
-        "Rung 3 without its second wait is as fast as rung 4, so the copy of `acc`, with the waits "
-        "that it forces, was the whole loss. "
+        "Without its second wait, rung 3 is as fast as rung 4, so the copy of `acc`, with the "
+        "waits that it forces, accounts for the whole loss. "
         if abs(by_hand) < CHANCE
-        else f"Rung 4 is {100 * by_hand:+.0f} % faster than rung 3 without its second wait, so the "
-        f"copy of `acc` is not the whole difference. "
+        else f"The speed of rung 4 differs by {100 * by_hand:+.0f} % from that of rung 3 without "
+        f"its second wait, so the copy of `acc` is not the whole difference. "
     )
-    + f"The edited kernel returns {'the same bits as' if same_bits else 'other bits than'} rung 3."
+    + f"The edited kernel returns {'the same bits as' if same_bits else 'different bits from'} "
+    f"rung 3."
 )
 
 # %%
@@ -1558,32 +1563,33 @@ same_code = lab.read(
     if same_waits
     and compiled_rungs.provenance
     and compiled_rungs.provenance["triton"] != triton.__version__
-    else "The timed run waits as often."
+    else "The code of the timed run waits equally often."
     if same_waits
-    else "The timed run may wait differently."
+    else "The code of the timed run may wait differently."
 )
 in_ttgir = lab.read(
-    "TTGIR names each conversion of a layout, `ttg.convert_layout`, and each copy by the engine, "
-    "at the end of the body of a loop. The loop "
+    "TTGIR shows each conversion of a layout, `ttg.convert_layout`, and, at the end of a loop's "
+    "body, each copy by the engine. The loop "
     "over whole tiles, `scf.for`, yields two tensors of 128 × 128 in rung 3, and one in the "
-    "others. Both hold the same numbers, and the machine code hardly keeps two: two versions of "
-    f"`acc` and the scores would be {registers_of_two} registers, and without a limit rung 3 takes "
-    f"{compiled_to(free, 'registers')} in all. Within 128 registers "
+    "others. Both hold the same numbers, and the machine code can hardly keep both: two versions "
+    f"of `acc` and the scores would take {registers_of_two} registers, and without a limit rung 3 "
+    f"uses {compiled_to(free, 'registers')} in all. Within 128 registers, "
     f"{compiled_to('one iteration ahead', 'spills')} values spill. Without a limit, rung 3 waits "
-    f"{waits_of(free)}; rung 2 then waits {waits_of('descriptors, no limit')}."
+    f"{waits_of(free)}, and rung 2 waits {waits_of('descriptors, no limit')}."
 )
 live = lab.read(
-    f"**Registers of rungs 2 and 3.** The order of rung 3 changes which values live at the same "
-    f"time. In the old one Triton waits for `p v` only after the next `q kᵀ`, so the weights that "
-    f"`p v` reads and the new scores are in registers together; in the new one it waits first. "
-    f"Without the limit the code takes {compiled_to(free, 'registers')} registers instead of "
+    f"**Registers of rungs 2 and 3.** The order of rung 3 changes which values are live at the "
+    f"same time. In the old order Triton waits for `p v` only after the next `q kᵀ`, so registers "
+    f"hold the weights that `p v` reads together with the new scores; in the new order it waits "
+    f"first. "
+    f"Without the limit, the code uses {compiled_to(free, 'registers')} registers instead of "
     f"{compiled_to('descriptors, no limit', 'registers')}."
 )
 no_gpu = lab.read(
     "None of this needs a GPU: the assembler's reasons, the machine code, and the copies and waits "
-    "beside the edited kernel come from code compiled for an H200 when this page was built. All "
-    "other counts are those of the recorded run. ptxas numbers its remarks: C7512 is the one about "
-    "too few registers, and C7514 the one about the accumulator."
+    "in the table with the edited kernel come from code compiled for an H200 when this page was "
+    "built. All other counts come from the recorded run. ptxas numbers its remarks: C7512 is about "
+    "too few registers, and C7514 about the accumulator."
 )
 lab.together(reasons, same_code, in_ttgir, live, no_gpu, differing)
 
@@ -1591,12 +1597,12 @@ lab.together(reasons, same_code, in_ttgir, live, no_gpu, differing)
 # Rung 5: the scale inside the exponential
 # ----------------------------------------
 #
-# The needless waits are gone, but other work can go, too: a multiplication per score, because so
-# far the kernel scales every score, and then subtracts the maximum.
+# With the needless waits gone, we look for other work to save. So far the kernel scales every score
+# before it subtracts the maximum, which costs a multiplication per score.
 #
-# The scale is positive, so the maximum may be taken before scaling. With :math:`x` for a dot
-# product, :math:`c` for the scale times :math:`\log_2 e` (``scale_log2``), and
-# :math:`m = c \max x`, a weight is :math:`2^{c x - m}`, whose exponent is one instruction, a fused
+# Since the scale is positive, the maximum may be taken before scaling. Let :math:`x` be a dot
+# product, :math:`c` the scale times :math:`\log_2 e` (``scale_log2``), and :math:`m = c \max x`. A
+# weight is then :math:`2^{c x - m}`, and its exponent takes a single instruction, a fused
 # multiply-add:
 #
 # .. code-block:: python
@@ -1608,10 +1614,10 @@ lab.together(reasons, same_code, in_ttgir, live, no_gpu, differing)
 little = max(abs(gain("scale folded", mask)) for mask in ("full", "causal")) < 0.02
 measured(
     "scale folded",
-    "One multiplication less per score is worth little, so these instructions are not what limits "
-    "the loop."
+    "Saving one multiplication per score is worth little, so these instructions are not what "
+    "limits the loop."
     if little
-    else "So even beside a second program, a multiplication per score costs time.",
+    else "Even with a second program on the SM, a multiplication per score costs time.",
 )
 
 # %%
@@ -1660,19 +1666,19 @@ lab.measure(
 # Rung 6: heavy tiles first
 # -------------------------
 #
-# In causal attention the last queries see the most keys. If their programs start last, a few heavy
-# ones run on while the rest of the GPU is idle.
+# In causal attention, the last queries see the most keys. If their programs start last, a few heavy
+# ones keep running while the rest of the GPU is idle.
 
 # %% An animation
-# Here 16 programs of two heads run on three SMs with two slots each, one per program; the heaviest
-# are orange. Light first and head by head, they take the time of 16 tiles; heavy first, across both
-# heads, of 13.
+# Here 16 programs from two heads run on three SMs, each with slots for two programs; the heaviest
+# are orange. Light first and head by head, they take the time of 16 tiles; heavy first and across
+# both heads, that of 13.
 #
 # .. animation:: light_or_heavy_first
 
 # %%
-# So ``HEAVY_FIRST`` reverses the order of the tiles of a head. And ``place``, which turns the
-# number of a program into a tile and a head, alternates between ``HEADS_AT_ONCE`` heads:
+# ``HEAVY_FIRST`` therefore reverses the order of the tiles of a head, and ``place``, which turns
+# the number of a program into a tile and a head, alternates between ``HEADS_AT_ONCE`` heads:
 #
 # .. literalinclude:: attention_fast.py
 #    :language: python
@@ -1733,8 +1739,8 @@ for tiles, heads in ((32, 64), (32, 16), (128, 16)):
 
 # Reading
 lab.read(
-    f"Programs alternate between {promised['at once']} of the {promised['heads']} heads, because "
-    f"the keys and values of so many fit into half of the L2 cache."
+    f"Programs alternate between {promised['at once']} of the {promised['heads']} heads at a time, "
+    f"because the keys and values of that many fit into half of the L2 cache."
 )
 
 # %%
@@ -1743,10 +1749,10 @@ lab.read(
 reversal = promised["reversal"]
 measured(
     "heavy first",
-    "Without a mask all programs are equally long. "
+    "All programs then take equally long. "
     if abs(gain("heavy first", "full")) < CHANCE
     else "",
-    "We timed the two changes, of the tiles and of the heads, only together.",
+    "We timed the new order of tiles and that of heads only together.",
     both=True,
 )
 
@@ -1755,20 +1761,20 @@ measured(
 # Folded: The simulation of all programs on an H200
 occupied = lab.table(
     simulated,
-    "Share of the slots at work, causal. 132 SMs with two slots each; a slot that is free takes "
-    "the next program, whose time is its tiles of keys. The ladder measures the first row",
+    "Share of the slots at work, causal. 132 SMs have two slots each; a free slot takes the next "
+    "program, whose time is its number of tiles of keys. The ladder measures the first row",
 )
 other_orders = lab.read(
     (
-        "In the simulation the reversal alone, head by head, gains nothing, because the heavy "
+        "In the simulation, the reversal alone, head by head, gains nothing, because the heavy "
         "tiles of the last head still start late"
         if abs(reversal) < 0.01
-        else f"In the simulation the reversal alone, head by head, gains {100 * reversal:.0f} %"
+        else f"In the simulation, the reversal alone, head by head, gains {100 * reversal:.0f} %"
     )
     + (
-        f", and all {promised['heads']} heads at once would gain a little more; we timed neither."
+        f". All {promised['heads']} heads at once would gain a little more. We timed neither."
         if promised["all"] > promised["rung"] + 0.005
-        else f", and all {promised['heads']} heads at once no more than {promised['at once']}; we "
+        else f". All {promised['heads']} heads at once gain no more than {promised['at once']}. We "
         f"timed neither."
     )
 )
@@ -1777,11 +1783,11 @@ alone_in_full, both_in_full = (
     for name in ("without two programs", list(LADDER)[-1])
 )
 why_less = lab.read(
-    f"For the rung it promises {100 * promised['rung']:.0f} %"
+    f"For this rung the simulation promises a gain of {100 * promised['rung']:.0f} %"
     + (
-        f", more than the GPU gains. In the simulation a program is no faster when the other slot "
-        f"of its SM is empty. On the GPU it probably is: without a mask one program per SM, though "
-        f"with three stages, reaches {100 * alone_in_full:.0f} % of a matmul, and two reach "
+        f", more than the GPU delivers. In the simulation, a program is no faster when the other "
+        f"slot of its SM is empty. On the GPU it probably is: without a mask, one program per SM, "
+        f"though with three stages, reaches {100 * alone_in_full:.0f} % of a matmul and two reach "
         f"{100 * both_in_full:.0f} %, so an empty slot costs less than half of an SM."
         if gain("heavy first", "causal") < promised["rung"]
         and alone_in_full > both_in_full / 2
@@ -1801,9 +1807,9 @@ raised = {
     for mask in ("causal", "full")
 }
 lab.read(
-    f"What a change gains depends on the changes before it. So we also take each one back by "
-    f"itself from the last rung, the **finished kernel**, which is {100 * raised['causal']:.0f} % "
-    f"faster than the start with the causal mask, and {100 * raised['full']:.0f} % without:"
+    f"The last rung, the **finished kernel**, is {100 * raised['causal']:.0f} % faster than the "
+    f"start with a causal mask, and {100 * raised['full']:.0f} % without one. But what a change "
+    f"gains depends on the changes before it, so we also take each one back by itself:"
 )
 
 # %%
@@ -1829,7 +1835,8 @@ if steps.provenance is None or not made:
     rows = []
 lab.table(
     rows,
-    "Each change when made, and taken back from the finished kernel, causal (—: same)",
+    "Each change when made and when taken back from the finished kernel, causal (—: same); spills "
+    "and waits without it",
 )
 
 # %%
@@ -1876,10 +1883,10 @@ lab.read(
     )
     + (
         f"With one program per SM it is slower than the start, at "
-        f"{of_matmul('without two programs')} of a matmul instead of {of_matmul('in stages')}, so "
-        f"together the other five changes pay only beside a second program."
+        f"{of_matmul('without two programs')} of a matmul instead of {of_matmul('in stages')}: "
+        f"together, the other five changes pay off only with a second program."
         if never_back < -CHANCE and losing
-        else f"With one program on an SM the other changes alter the speed of the start by "
+        else f"With one program per SM, the other changes together alter the speed of the start by "
         f"{100 * never_back:+.0f} %."
     )
 )
@@ -1890,13 +1897,13 @@ lab.read(
 lab.read(
     (
         f"Rungs 2 and 3 save registers, which the second program makes scarce. Without the order "
-        f"of rung 3 the code waits after each instruction again, for the reason "
-        f"“{seen['without one iteration ahead']['reason']}”, and without descriptors "
+        f"of rung 3, the code again waits after each instruction "
+        f"(“{seen['without one iteration ahead']['reason']}”), and without descriptors, "
         if seen and seen["without one iteration ahead"]["reason"]
-        else "Without descriptors "
+        else "Without descriptors, "
     )
-    + f"{compiled_to('without descriptors', 'spills')} values spill. So a change that gains little "
-    f"when it is made may be one that the finished kernel needs."
+    + f"{compiled_to('without descriptors', 'spills')} values spill. A change that gains little "
+    f"when it is made may thus be one that the finished kernel needs."
 )
 
 # %%
@@ -1913,16 +1920,16 @@ one_and_two = lab.table(
     ]
     if steps.rows
     else [],
-    "The ladder with one program on an SM (three stages, no register limit), and with two: percent "
-    "of a matmul, causal",
+    "The ladder with one program per SM (three stages, no register limit) and with two: percent of "
+    "a matmul, causal",
 )
 why = lab.read(
-    "Why rung 2 loses here, we do not know. "
+    "We do not know why rung 2 loses speed here. "
     + (
-        "Rung 3 loses most: without the register limit, too, it waits after each instruction. Rung "
-        "4 removes those waits, and yet the kernel stays slower than rung 2, probably because in "
-        "the new order a program waits for `p v` before it hands over the next `q kᵀ`, where in "
-        "the old one it waited for both at once."
+        "Rung 3 loses the most: even without the register limit, it waits after each instruction. "
+        "Rung 4 removes those waits, yet the kernel stays slower than rung 2, probably because in "
+        "the new order a program waits for `p v` before it hands over the next `q kᵀ`, whereas in "
+        "the old order it waited for both at once."
         if min(alone_up, key=alone_up.get) == "rung 3"
         else ""
     )
@@ -1936,8 +1943,8 @@ halves = lab.table(
             "none": "without two programs",
         }
     ),
-    "The finished kernel, causal, with one or both halves of rung 1: with two stages alone, the "
-    "compiler keeps to the limit by itself, or nearly so",
+    "The finished kernel, causal, with both halves of rung 1, one, or none. With two stages alone, "
+    "the compiler keeps to the limit by itself, or nearly so",
 )
 lab.together(one_and_two, why, halves)
 
@@ -1946,9 +1953,10 @@ lab.together(one_and_two, why, halves)
 # --------------------------------
 #
 # Even the finished kernel is slower than a matmul, and exponentials could be the reason. To find
-# out, we delete them from the TTGIR: the results are then wrong, but all the rest is still done. We
-# count cycles, because a GPU lowers its clock under load. *Tensor cores at work* is the number of
-# cycles that the matmuls need, at 4,096 operations per cycle, divided by the number counted.
+# out, we delete them from the TTGIR: the results are then wrong, but the kernel still does
+# everything else. We count cycles because a GPU lowers its clock under load. *Tensor cores at work*
+# is the number of cycles that the matmuls need, at 4,096 operations per cycle, divided by the
+# number counted.
 
 
 # Measuring
@@ -2049,10 +2057,10 @@ def counted_cycles():
 in_cycles = lab.attempt("Cycles of an SM, length 4,096, no mask", counted_cycles)
 counting = lab.read(
     "Each SM counts its cycles in the register `%clock64`, and `%smid` is the number of the SM. A "
-    "tiny kernel before and after each run writes them down. We take the median of all SMs, and "
-    "then of 40 runs. The difference includes a few microseconds in which the kernels start. "
+    "tiny kernel records them before and after each run. We take the median over all SMs, and "
+    "then over 40 runs. The difference includes a few microseconds in which the kernels start. "
     "Matmuls need at least their number of operations divided by 4,096 "
-    "per SM and cycle, and exponentials theirs divided by 16. Two functions do the rest:"
+    "per SM and cycle, and exponentials their number divided by 16. Two functions do the work:"
 )
 counted = {row["kernel"]: row for row in in_cycles.rows}
 
@@ -2075,12 +2083,12 @@ def saved(name):
 clocks = {name: row.get("clock, MHz", nan) for name, row in counted.items()}
 needs = counted.get("finished", {}).get("exponentials, at least", nan)
 more_counts = lab.read(
-    f"The start runs one program per SM, too, but its exponentials cost only {saved('start'):,.0f} "
-    f"of the {needs:.0f} thousand cycles that they need, so even one program does not strictly "
-    f"take turns."
+    f"The start also runs one program per SM, but its exponentials cost only "
+    f"{saved('start'):,.0f} of the {needs:.0f} thousand cycles that they need, so even the warps "
+    f"of one program are not strictly in step."
     + (
-        f" In time the finished kernel is nearer to cuBLAS than in cycles, at "
-        f"{of_matmul(last, 'full')} of its speed, because the clock of cuBLAS was lower."
+        f" In time, the finished kernel is closer to cuBLAS than in cycles, at "
+        f"{of_matmul(last, 'full')} of its speed, because cuBLAS ran at a lower clock."
         if clocks.get("matmul", nan) < clocks.get("finished", nan)
         else ""
     )
@@ -2104,7 +2112,7 @@ COUNTED = {
     "start": "the start",
     "finished, one program": "finished, but one program per SM",
     "finished": "finished",
-    "matmul": "cuBLAS's matmul, twice the operations",
+    "matmul": "cuBLAS matmul, twice the operations",
 }
 
 
@@ -2138,19 +2146,19 @@ lab.read(
     (
         "The finished kernel hides its exponentials: without them it takes no fewer cycles"
         + (
-            " (it takes a few more, and we do not know why). "
+            " (in fact a few more, and we do not know why). "
             if saved("finished") < -20
-            else ", within a few percent. "
+            else ", to within a few percent. "
         )
         if hidden["finished"] > 97
         else f"Without exponentials the finished kernel takes {saved('finished'):,.0f} thousand "
-        f"cycles less: {hidden['finished']:.0f} % of their time is hidden. "
+        f"fewer cycles: {hidden['finished']:.0f} % of their time is hidden. "
     )
     + (
-        f"The second program hides them, because with one program per SM "
-        f"they cost {saved('finished, one program'):,.0f} thousand cycles."
+        f"The second program hides them: with one program per SM, they cost "
+        f"{saved('finished, one program'):,.0f} thousand cycles."
         if hidden["finished"] > hidden["finished, one program"] + 10
-        else f"With one program per SM they cost {saved('finished, one program'):,.0f} thousand "
+        else f"With one program per SM, they cost {saved('finished, one program'):,.0f} thousand "
         f"cycles."
     )
 )
@@ -2159,18 +2167,19 @@ lab.read(
 
 # Reading
 lab.read(
-    f"Still, the tensor cores are at work for only {at_work('finished'):.0f} % of the time, where "
-    f"cuBLAS reaches {at_work('matmul'):.0f} %. "
+    f"Still, the tensor cores are at work for only {at_work('finished'):.0f} % of the time, "
+    f"compared with {at_work('matmul'):.0f} % for cuBLAS. "
     + (
-        "This is close to the bound of warps that take turns, but only by chance, because in those "
-        "the exponentials would cost time. "
+        "This is close to the bound for warps in step, but only by coincidence: if they were in "
+        "step, exponentials would cost time. "
         if abs(at_work("finished") - bound_of_turns(128)) < 3
         and hidden["finished"] > 80
         else ""
     )
-    + "The rest may be late copies, moments in which both programs wait, or other instructions"
+    + "The idle time may come from late copies, moments in which both programs wait, or other "
+    "instructions"
     + (
-        ", of which rung 5 removed one and gained time."
+        "; rung 5 removed one of these and gained time."
         if gain("scale folded", "full") > CHANCE
         else "."
     )
@@ -2198,33 +2207,33 @@ def with_roles():
 
 
 # %%
-# :doc:`/chapters/attention_hopper` goes on in Gluon, the language below Triton, with warps that
-# have roles: one half computes exponentials while the other half's matmul runs.
+# :doc:`/chapters/attention_hopper` goes further in Gluon, the language below Triton, by giving
+# warps roles: one half computes exponentials while the other half's matmul runs.
 
 # Reading
 roles = with_roles()
 lab.read(
-    f"With roles and other changes, attention without a mask reaches {100 * roles[1]:.0f} % of a "
-    f"matmul there, in a separate run."
+    f"There, with roles and other changes, attention without a mask reaches {100 * roles[1]:.0f} % "
+    f"of a matmul, in a separate run."
     if roles and roles[1] > roles[0]
-    else "Its speed is measured there."
+    else "That chapter measures the speed."
 )
 
 # %%
-# The package's kernel, and its checks
-# ------------------------------------
+# The package's kernel and its checks
+# -----------------------------------
 #
-# The package's kernel is the finished kernel with what users need besides: any head_dim up to 256,
-# windows, grouped heads, strides, and :term:`lse <logsumexp>` for the backward pass.
+# The package's kernel is the finished kernel plus what users need: any head_dim up to 256, windows,
+# grouped heads, strides, and :term:`lse <logsumexp>` for the backward pass.
 #
 # .. dropdown:: The package's kernel, and what it adds to the last rung
 #
 #    Several query heads may share one head of keys and values. If :math:`g` of them share one,
 #    query head :math:`h` reads head :math:`h / g` of the keys, rounded down, which is
-#    ``head // group`` in the kernel. Nothing is copied. A descriptor takes any strides, as long as
-#    the last dimension is contiguous and the others are multiples of 16 bytes; any other view is
-#    copied first. ``m_i`` is in base 2, so a factor :math:`\ln 2` turns it into a natural
-#    logarithm. ``P_LOG2`` is 0 here; it belongs to :doc:`the chapter on FP8
+#    ``head // group`` in the kernel, and nothing is copied. A descriptor accepts any strides, as
+#    long as the last dimension is contiguous and the other strides are multiples of 16 bytes; any
+#    other view is copied first. ``m_i`` is in base 2, so a factor :math:`\ln 2` converts it to a
+#    natural logarithm. ``P_LOG2`` is 0 here; it belongs to :doc:`the chapter on FP8
 #    </chapters/attention_fp8>`.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
@@ -2237,16 +2246,16 @@ lab.read(
 #       :pyobject: attention_fwd_kernel
 #
 #    ``place`` says which tile of which head a program computes. The programs alternate between as
-#    many heads as fit into half of L2 with their keys and values, a power of two, and without a
-#    mask not at all.
+#    many heads, a power of two, as fit into half of L2 with their keys and values. Without a mask,
+#    they do not alternate.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
 #       :pyobject: place
 #
-# A kernel like this goes wrong first at sizes that no tile divides, such as lengths of 1, 127 and
-# 1,000, or head_dim 80. Against float64 we allow twice PyTorch's own error in 16 bits (or one
-# unit in the last place), and eight times in float32, where each multiplication by ``alpha`` adds a
-# rounding. All checks pass.
+# A kernel like this fails first at sizes that no tile divides, such as lengths of 1, 127 and 1,000,
+# or head_dim 80. Against float64, we allow twice PyTorch's own error in 16 bits (or one unit in the
+# last place), and eight times in float32, where each multiplication by ``alpha`` adds a rounding
+# error. All checks pass.
 
 
 # Measuring
@@ -2352,7 +2361,7 @@ lab.together(every_check, relations)
 # How fast is it?
 # ---------------
 #
-# The best libraries are still faster than the kernel in plain Triton. FlexAttention, *SDPA flash*
+# The best libraries are still faster than our kernel in plain Triton. FlexAttention, *SDPA flash*
 # (FlashAttention-2) and *SDPA cuDNN* (NVIDIA's) come with PyTorch. *FlashAttention* is
 # FlashAttention 4; we have not timed version 3, which must be built from source. Every point has
 # 16,384 tokens.
@@ -2497,7 +2506,7 @@ def told_of(names):
     return (
         (f"{', and '.join(said)}. " if said else "")
         + (
-            f"{do(nowhere, 'is', 'are')} nowhere ahead by more than 1 %. "
+            f"{do(nowhere, 'is', 'are')} nowhere more than 1 % ahead. "
             if nowhere
             else ""
         )
@@ -2627,7 +2636,7 @@ outlasts = last_one.get("Kernel Book, µs", nan) > 1.3 * first.get(
     "Kernel Book, µs", nan
 )
 lab.read(
-    f"At length {first.get('length', nan):,} the host code sets the time: a call of 16 heads "
+    f"At length {first.get('length', nan):,}, the host code sets the pace: a call with 16 heads "
     f"takes {first.get('Kernel Book, µs', nan):.0f} µs, {beside_sdpa(first)}."
 )
 
@@ -2635,24 +2644,24 @@ lab.read(
 
 # Folded: Short lengths, dtypes and small inputs
 short_lengths = lab.read(
-    f"**Short lengths** are further from the matmul, because what happens once per program, such "
-    f"as loading the queries, weighs more there: two estimates put it at {once[0]:.0f} and "
-    f"{once[1]:.0f} % of our kernel's time at length 1,024 without a mask. For them we assume that "
-    f"the time of a program is a constant plus a time for each tile of keys. All three lengths "
-    f"have the same number of programs, so any two of their times, at head_dim 128 without a mask, "
-    f"give both parts. From 1,024 and 16,384 the constant is as long as {own[0]:.1f} tiles of 64 "
-    f"keys, and from 1,024 and 4,096 as {own[1]:.1f}. The two differ, so the assumption holds only "
+    f"**Short lengths** are further from the matmul, because whatever happens once per program, "
+    f"such as loading the queries, carries more weight: two estimates put it at {once[0]:.0f} and "
+    f"{once[1]:.0f} % of our kernel's time at length 1,024 without a mask. They assume that the "
+    f"time of a program is a constant plus a time for each tile of keys. All three lengths have "
+    f"the same number of programs, so the times at any two, with head_dim 128 and no mask, give "
+    f"both parts. From 1,024 and 16,384, the constant equals {own[0]:.1f} tiles of 64 keys; from "
+    f"1,024 and 4,096, it equals {own[1]:.1f}. Since the two differ, the assumption holds only "
     f"roughly. For {best}, the fastest library at 1,024, they are {beside[0]:.1f} and "
-    f"{beside[1]:.1f}. With a causal mask the kernel also discards half of each tile on the "
-    f"diagonal, at length 1,024 an eighth more work."
+    f"{beside[1]:.1f}. With a causal mask, the kernel also discards half of each tile on the "
+    f"diagonal, which at length 1,024 is an eighth more work."
 )
 per_call = lab.read(
-    "**Time per call**, of one sequence with 16 heads and no mask, while SDPA chooses its own "
+    "**Time per call** is for one sequence with 16 heads and no mask. SDPA chooses its own "
     "backend; we did not record which."
     + (
-        f" At length {last_one.get('length', nan):,} the kernel takes longer than the host code, "
+        f" At length {last_one.get('length', nan):,}, the kernel takes longer than the host code, "
         f"and the call takes {beside_sdpa(last_one)}. In the figure above, inputs of this length "
-        f"hold four sequences, and another backend may be the fastest."
+        f"hold four sequences, for which another backend may be the fastest."
         if outlasts
         else ""
     )
@@ -2664,8 +2673,8 @@ lab.together(short_lengths, facts, per_call, small)
 # --------------
 #
 # **A descriptor that flattens the heads.** If a descriptor presents all heads as one matrix of
-# (heads · length) rows, the copy engine does not know where a head ends. With two heads of 20 rows,
-# and tiles of 16, the program of the last tile of the *first* head multiplies it by ten:
+# (heads · length) rows, the copy engine does not know where a head ends. Take two heads of 20 rows
+# and tiles of 16, and let the program for the last tile of the *first* head multiply it by ten:
 #
 # .. code-block:: python
 #
@@ -2710,9 +2719,9 @@ assert [row["in head 1"] for row in rows] == [0, 12]
 lab.table(rows, "Rows that the program of head 0 wrote")
 
 # %%
-# The program wrote 12 rows of the wrong head. In attention their numbers would be wrong, and that
-# head's own program writes the right ones there: whichever finishes last wins. Tests miss this
-# where the length is a multiple of the tile.
+# With the flattened descriptor, the program wrote 12 rows of the wrong head. In attention, these
+# would hold wrong numbers, and that head's own program writes the right ones to the same rows:
+# whichever finishes last wins. Tests miss this when the length is a multiple of the tile.
 
 
 # Measuring
@@ -2742,16 +2751,16 @@ refused = lab.measure("128 queries and 128 keys in a tile, 5 stages", greedy)
 # Folded: Reading past the end of a head, and too much shared memory
 past_the_end = lab.read(
     f"**Reading** past the end of a head is not harmless either, although the weights there are "
-    f"zero. With 20 values of 0, and 12 infinite ones of the next head at weight zero, the sum is "
-    f"{str(found).replace('nan', 'NaN')}, because zero times infinity is."
+    f"zero. With 20 values of 0, and 12 infinite ones from the next head at weight zero, the sum "
+    f"is {str(found).replace('nan', 'NaN')}, because zero times infinity is."
 )
 said = " ".join(row["what the launch says"] for row in refused.rows) or f"{nan}"
 sizes = re.search(r"Required: (\d+), Hardware limit: (\d+)", said)
 too_much = lab.read(
     f"**Too much shared memory.** Every pipeline stage has its own tile of keys and of values. "
-    f"With 5 of 128 keys, the kernel would need {int(sizes[1]):,} bytes, and a program may have "
-    f"{int(sizes[2]):,}. The launch raises `{said.split(':')[0]}`, so the package takes the first "
-    f"configuration that fits."
+    f"With 5 stages of 128 keys, the kernel would need {int(sizes[1]):,} bytes, but a program may "
+    f"have only {int(sizes[2]):,}. The launch raises `{said.split(':')[0]}`, so the "
+    f"package takes the first configuration that fits."
     if sizes
     else said
 )
@@ -2762,10 +2771,10 @@ lab.together(past_the_end, too_much)
 # --------
 #
 # A second program on an SM uses the tensor cores while the first computes exponentials. It fits
-# only if programs are small, and pays in full only if each hands its matmuls over whole and waits
-# once for each. A lack of registers breaks that, and so does a copy of the accumulator. So count
-# the waits in the machine code, ask the assembler for its reason, and take every change back at
-# the end, because what it is worth depends on the others.
+# only if programs are small, and it pays off in full only if each program hands over every matmul
+# whole and waits for it once. A shortage of registers prevents this, and so does a copy of the
+# accumulator. Count the waits in the machine code, then, and ask the assembler for its reason. At
+# the end, take every change back, because its worth depends on the others.
 #
 # :doc:`/chapters/attention_backward` turns to the gradient, and
 # :doc:`/chapters/attention_in_models` to a single query.
@@ -2773,8 +2782,8 @@ lab.together(past_the_end, too_much)
 # Exercises
 # ---------
 #
-# **1. How many programs fit?** Which tiles of 64, 128 or 256 keys, and how many stages, leave
-# shared memory for two programs of 128 queries at head_dim 128 in 16 bits?
+# **1. How many programs fit?** For tiles of 64, 128 and 256 keys, how many stages leave enough
+# shared memory for two programs of 128 queries, at head_dim 128 in 16 bits?
 
 # %%
 
@@ -2791,19 +2800,20 @@ assert rows[0]["2 stages"] == "96 KiB: 2"
 lab.table(rows, "Shared memory per program, and how many programs fit on an SM")
 
 # %%
-# **2. Too many waits?** A kernel has the loop of rung 4, once, with head_dim 64 and tiles of 128
-# keys. In the code of the loop you find 12 ``HGMMA`` and 12 ``WARPGROUP.DEPBAR``. How many should
-# there be, and what do you do next?
+# **2. Too many waits?** A kernel contains the loop of rung 4 once, with head_dim 64 and tiles of
+# 128 keys. In the code of the loop you find 12 ``HGMMA`` and 12 ``WARPGROUP.DEPBAR``. How many
+# should there be, and what do you do next?
 
 # %%
 
 # Solution: too many waits
 #
-# An instruction takes 16 steps of the inner dimension, which is head_dim for q kᵀ and the keys of a
-# tile for p v. So 4 + 8 instructions are right, but at best each tl.dot waits once, and 2 waits are
-# enough. Ask ptxas with TRITON_DUMP_PTXAS_LOG=1. If it says "insufficient register resources", save
-# registers or raise the limit; if something reads accumulator registers, look in the TTGIR for what
-# copies or converts acc while p v runs. The rule, checked with the rungs of this page:
+# An instruction covers 16 steps of the inner dimension, which is head_dim for q kᵀ and the keys of
+# a tile for p v. The 4 + 8 instructions are therefore right, but at best each tl.dot waits once,
+# which makes 2 waits. Ask ptxas with TRITON_DUMP_PTXAS_LOG=1. If it says "insufficient register
+# resources", save registers or raise the limit; if something reads accumulator registers, look in
+# the TTGIR for what copies or converts acc while p v runs. We check the rule with the rungs of this
+# page:
 
 
 def by_the_rule(head_dim, keys, loops):
@@ -2827,16 +2837,16 @@ lab.table(rows, "What there should be")
 
 # %%
 # **3. A soft cap.** Some models bound their scores: a score :math:`s` becomes
-# :math:`b \tanh(s / b)` before the mask. Write the lines of ``_weigh`` for it. How much of rung 5
-# is left?
+# :math:`b \tanh(s / b)` before the mask. Write the lines of ``_weigh`` that do this. How much of
+# rung 5 is left?
 
 # %%
 
 # Solution: a soft cap
 #
-# tanh rises with its argument, so the maximum may still be taken of the raw dot products. Their
-# scale is now inside tanh and takes a multiplication again. But the factor b log2(e) outside is
-# joined with the subtraction of the maximum in one fused multiply-add, as the scale was.
+# tanh is increasing, so the maximum may still be taken over the raw dot products. Their scale is
+# now inside tanh and costs a multiplication again, but the factor b log2(e) outside combines with
+# the subtraction of the maximum into one fused multiply-add, as the scale did.
 x, scale, bound = 30 * torch.randn(4, 64, dtype=torch.float64), 128**-0.5, 5.0
 inside, outside = scale / bound, bound * 1.4426950408889634
 m_new = outside * torch.tanh(x.amax(-1) * inside)

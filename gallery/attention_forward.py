@@ -2,14 +2,14 @@
 Attention, tile by tile
 =======================
 
-Attention compares every query with every key, so its table of scores grows with the square of the
-length. *Must that table ever exist in memory?*
+Attention compares every query with every key: double the length, and the table of scores grows
+fourfold, until it no longer fits on the GPU. *Must that table ever exist in memory?*
 
 You will learn
 
 - how a softmax can carry a weighted sum along, so that no table of scores is needed;
-- which tiles a causal mask leaves whole, which it cuts, and which are never computed;
-- what the tiles gain in memory and in speed, and how the usual mistakes look when they run.
+- which tiles a causal mask leaves whole, which it cuts, and which it lets us skip;
+- what tiles save in memory and in time, and what the usual mistakes look like when they run.
 """
 
 # sphinx_gallery_thumbnail_number = 2
@@ -34,22 +34,22 @@ lab.start("attention_forward", "kernelbook.ops.attention")
 # The problem in PyTorch
 # ----------------------
 #
-# Attention takes queries, keys and values, which are vectors. The dot product of a query and a key,
-# their *score*, measures how well the two match. For each query, softmax turns the scores
-# into weights that sum to 1. Each key has a value, and the output is the sum of the values, each
-# times its key's weight.
+# Attention works on three kinds of vectors: queries, keys and values. The dot product of a query
+# and a key, their *score*, measures how well the two match. For each query, softmax turns the
+# scores into weights that sum to 1. Every key comes with a value, and the output is the weighted
+# sum of the values.
 
 # Reading
 three_scores, three_values = torch.tensor([[1.0, 2, 4], [10, 20, 30]])
 three_weights = torch.softmax(three_scores, -1)
 lab.read(
-    f"For example, let the scores of a query with three keys be 1, 2 and 4. Then the weights are "
-    f"{three_weights[0]:.3f}, {three_weights[1]:.3f} and {three_weights[2]:.3f}. If the values are "
-    f"the numbers 10, 20 and 30, the output is {three_weights @ three_values:.1f}."
+    f"Suppose that a query scores 1, 2 and 4 against three keys. Its weights are then "
+    f"{three_weights[0]:.3f}, {three_weights[1]:.3f} and {three_weights[2]:.3f}, and if the values "
+    f"are the numbers 10, 20 and 30, its output is {three_weights @ three_values:.1f}."
 )
 
 # %%
-# In PyTorch this is:
+# In PyTorch, *standard attention* takes a few lines:
 
 
 def standard_attention(q, k, v, is_causal=False):
@@ -62,22 +62,22 @@ def standard_attention(q, k, v, is_causal=False):
 
 
 # %%
-# All tensors are (batch, heads, length, head_dim): a model runs several attentions side by side,
-# its *heads*, each on vectors of head_dim numbers. The scores are a table with a row for each query
-# and a column for each key. They are divided by the square root of head_dim, because dot products
-# of longer vectors spread wider; the factor ``q.shape[-1] ** -0.5`` is called the *scale*.
+# All tensors have the shape (batch, heads, length, head_dim): a model runs several attentions side
+# by side, its *heads*, each on vectors of head_dim numbers. The scores form a table with a row for
+# each query and a column for each key. We divide them by the square root of head_dim, since dot
+# products of longer vectors spread wider; the factor ``q.shape[-1] ** -0.5`` is called the *scale*.
 
 # %%
 # What the table costs
 # --------------------
 #
 # **Operations.** One head with :math:`N` queries, :math:`N` keys and head_dim :math:`D` has
-# :math:`N^2` scores, of :math:`D` multiplications and :math:`D` additions each. The second matmul,
-# weights times values, costs the same, so the total is :math:`4\, N^2 D` floating-point operations
-# (FLOPs).
+# :math:`N^2` scores, each of which takes :math:`D` multiplications and :math:`D` additions. The
+# second matmul, weights times values, costs the same, for a total of :math:`4\, N^2 D`
+# floating-point operations (FLOPs).
 #
 # **Bytes.** The first matmul writes the scores, softmax reads them and writes the weights, and the
-# second matmul reads the weights. So :math:`N^2` numbers make four trips between the chip and its
+# second matmul reads the weights. Thus :math:`N^2` numbers make four trips between the chip and its
 # memory, :term:`HBM` on a data-center GPU. The other tensors, of :math:`N D` numbers each, make
 # one.
 
@@ -113,13 +113,14 @@ peak = machine.rows[0] if machine.rows else {}
 gpu = machine.provenance["gpu"] if machine.rows else "GPU"
 lab.read(
     f"A matmul by cuBLAS runs at {peak.get('matmul, TFLOP/s', nan)} TFLOP/s and a copy at "
-    f"{peak.get('copy, GB/s', nan):,} GB/s, so the {gpu} executes {needed:.0f} operations while it "
-    f"moves a byte, and a kernel that does fewer waits for memory. Standard attention does at most "
-    f"{most}, because at head_dim 128 each score takes 4 × 128 operations and moves 4 × 2 bytes. "
+    f"{peak.get('copy, GB/s', nan):,} GB/s, so the {gpu} can execute {needed:.0f} operations while "
+    f"it moves one byte. A kernel that does fewer per byte waits for memory. At head_dim 128, "
+    f"standard attention does 4 × 128 operations per score and moves 4 × 2 bytes, at most {most} "
+    f"operations per byte. "
     + (
-        f"So memory alone keeps it below {100 * rate_of_table:.0f} % of the speed of a matmul."
+        f"Memory alone keeps it below {100 * rate_of_table:.0f} % of the speed of a matmul."
         if most < needed
-        else "So memory does not have to slow it."
+        else "Memory therefore need not slow it down."
     )
 )
 
@@ -128,13 +129,14 @@ lab.read(
 # Folded: Operations and bytes, by length
 lab.table(
     rows,
-    "One head with head_dim 128, in 16 bits. The last three columns are FLOPs per byte, if every "
-    "read comes from memory",
+    "One head with head_dim 128, in 16 bits. GiB count all that is moved, so the scores and "
+    "weights include their four trips. The last three columns are FLOPs per byte, if every read "
+    "comes from memory",
 )
 
 # %%
-# **Memory.** Scores and weights must also fit. The figure shows what standard attention allocates
-# for them, for 16 heads, and what every version needs.
+# **Memory.** The scores and weights must also fit. For 16 heads, the figure sets what standard
+# attention allocates for them against the tensors that every version needs.
 
 package = partial(attention, backend="triton")
 
@@ -227,11 +229,11 @@ fits = [r for r in memory.rows if not isinstance(r["PyTorch, MiB"], str)]
 fails = [r["length"] for r in memory.rows if isinstance(r["PyTorch, MiB"], str)]
 last = fits[-1] if fits else {}
 lab.read(
-    f"At length {last.get('length', nan):,} scores and weights take "
-    f"{last.get('PyTorch, MiB', nan) / 1024:,.0f} GiB, and the rest "
-    f"{given_mib(last.get('length', nan)) / 1024:,.1f} GiB."
-    + (f" At {fails[0]:,} standard attention runs out of memory." if fails else "")
-    + f" Our kernels need no table; the package's kernel, from the next chapter, adds "
+    f"At length {last.get('length', nan):,} the scores and weights take "
+    f"{last.get('PyTorch, MiB', nan) / 1024:,.0f} GiB, against "
+    f"{given_mib(last.get('length', nan)) / 1024:,.1f} GiB for the rest"
+    + (f"; at {fails[0]:,} standard attention runs out of memory." if fails else ".")
+    + f" Our kernels need no table. The package's kernel, from the next chapter, adds "
     f"{last.get('Kernel Book, MiB', nan):,.0f} MiB at {last.get('length', nan):,}, for the "
     f"backward pass."
 )
@@ -240,12 +242,11 @@ lab.read(
 # The idea
 # --------
 #
-# A query needs all keys and all values, but not all at the same time, because a softmax can be
-# computed block by block, as :doc:`/chapters/softmax` shows. So we keep a :term:`tile` of queries
-# on the chip, in :term:`registers <register>` and :term:`shared memory`, and loop over keys and
-# values one tile at a time. The first FlashAttention looped the other way round: with a tile of
-# keys held instead, every iteration reads and writes the unfinished output of its queries in
-# memory.
+# A query needs all keys and all values, but not all at once: a softmax can be computed block by
+# block, as :doc:`/chapters/softmax` shows. We therefore keep a :term:`tile` of queries on the chip,
+# in :term:`registers <register>` and :term:`shared memory`, and loop over the keys and values one
+# tile at a time. The first FlashAttention looped the other way round: it held a tile of keys, so
+# every iteration had to read the unfinished output of its queries from memory and write it back.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -256,15 +257,16 @@ lab.read(
 # .. image:: /figures/attention-memory.svg
 #    :alt: Above, standard attention: q, k, v and out are narrow, the scores and the weights are two
 #          large squares in memory that grow as the length squared. Below, tile by tile: q, k, v
-#          and out in memory; an arrow brings k and v by the tile to the chip, which holds a tile
-#          each of q, k, v, scores and acc, and two columns m and l.
+#          and out in memory; an arrow brings one tile of k and v at a time to the chip, which holds
+#          a tile each of q, k, v, scores and acc, and two columns m and l.
 #
-# From one iteration to the next, each query keeps only the maximum ``m`` and the sum ``l`` of
+# From one iteration to the next, each query carries only the maximum ``m`` and the sum ``l`` of
 # online softmax, and ``acc``, the weighted sum of the values so far.
 #
-# **The price.** Every tile of queries reads all keys and values of its head again. A key and its
-# value are :math:`4 D` bytes in 16 bits, for which a tile of :math:`M` queries does :math:`4 M D`
-# operations: :math:`M` per byte, if the reads come from memory and not from the :term:`L2` cache.
+# **The price.** Every tile of queries reads all keys and values of its head again. In 16 bits, a
+# key and its value are :math:`4 D` bytes, on which a tile of :math:`M` queries does :math:`4 M D`
+# operations: :math:`M` per byte, if the reads come from memory rather than from the :term:`L2`
+# cache.
 
 # %%
 
@@ -272,13 +274,14 @@ lab.read(
 tile, l2 = 128, machine.provenance["l2_mib"] if machine.rows else nan
 keys_mib = 2 * 4096 * 128 * 2 / 2**20
 lab.read(
-    f"Our kernels will be timed with {tile} queries in a tile. "
+    f"We will time our kernels with {tile} queries in a tile. "
     + (
         f"If every read came from HBM, this would allow {100 * tile / needed:.0f} % of the speed "
-        f"of a matmul. But all tiles of a head read the same {keys_mib:.0f} MiB at length 4,096, "
-        f"so most of these reads can come from L2, which holds {l2:.0f} MiB."
+        f"of a matmul. But at length 4,096 all tiles of a head read the same {keys_mib:.0f} MiB, "
+        f"so L2, which holds {l2:.0f} MiB, can serve most of these reads."
         if not tile >= needed
-        else f"This GPU needs {needed:.0f}, so memory does not hold the tiles back."
+        else f"This GPU needs {needed:.0f} operations per byte, so memory does not hold the tiles "
+        f"back."
     )
 )
 
@@ -286,13 +289,14 @@ lab.read(
 # The mathematics
 # ---------------
 #
-# ``m``, ``l`` and ``acc`` can stand for all earlier keys. In the example, let the first tile hold
-# the scores 1 and 2. Relative to their maximum, 2, the sum of exponentials ``l`` is
+# How can ``m``, ``l`` and ``acc`` stand in for all earlier keys? In our example, let the first tile
+# hold the scores 1 and 2. Relative to their maximum, 2, the sum of exponentials ``l`` is
 # :math:`e^{1-2} + e^{2-2}`, and the weighted sum ``acc`` is :math:`10\, e^{1-2} + 20\, e^{2-2}`.
 #
-# The next tile brings the score 4, a new maximum. A factor :math:`e^{2-4}`, called ``alpha``, makes
-# both sums relative to 4. The new key adds :math:`p = e^{4-4} = 1`, its weight before the division,
-# to ``l``, and ``p`` times its value 30 to ``acc``.
+# The next tile brings a score of 4, the new maximum. Multiplying both sums by :math:`e^{2-4}`, a
+# factor called ``alpha``, makes them relative to 4. The new key then adds
+# :math:`p = e^{4-4} = 1`, its weight before the division, to ``l``, and ``p`` times its value, 30,
+# to ``acc``.
 
 # Reading
 first_two, m_two = three_scores[:2], three_scores[:2].max()
@@ -301,19 +305,19 @@ acc_two = (first_two - m_two).exp() @ three_values[:2]
 factor = (m_two - three_scores[2]).exp()
 l_three, acc_three = l_two * factor + 1, acc_two * factor + three_values[2]
 lab.read(
-    f"So `l` becomes {l_two:.3f} · {factor:.3f} + 1 = {l_three:.3f}, and `acc` becomes "
-    f"{acc_two:.1f} · {factor:.3f} + 30 = {acc_three:.1f}. In the end `acc / l` is "
+    f"Now `l` is {l_two:.3f} · {factor:.3f} + 1 = {l_three:.3f}, and `acc` is "
+    f"{acc_two:.1f} · {factor:.3f} + 30 = {acc_three:.1f}. Their quotient `acc / l` is "
     f"{acc_three / l_three:.1f}, the output from above."
 )
 
 # %%
-# **The loop.** Let :math:`s_j` be the scores of one query and :math:`v_j` the values. For the keys
-# :math:`A` of the tiles so far, we keep a *triple*: the largest score :math:`m_A`, the sum
+# **The loop.** Let :math:`s_j` be the scores of one query and :math:`v_j` the values. For the set
+# :math:`A` of all keys so far, we keep a *triple*: the largest score :math:`m_A`, the sum
 # :math:`l_A` of all :math:`e^{s_j - m_A}`, and the sum :math:`acc_A` of all
 # :math:`e^{s_j - m_A}\, v_j`, a vector of :math:`D` numbers. With the next tile :math:`B`, the
 # maximum becomes :math:`m = \max(m_A,\, \max_{j \in B} s_j)`, and the new terms are
 # :math:`p_j = e^{s_j - m}`. The factor :math:`\alpha` makes the terms of :math:`A` relative to
-# :math:`m`, because :math:`e^{s_j - m_A}\, e^{m_A - m} = e^{s_j - m}`:
+# :math:`m`, since :math:`e^{s_j - m_A}\, e^{m_A - m} = e^{s_j - m}`:
 #
 # .. math::
 #
@@ -323,15 +327,15 @@ lab.read(
 #    acc &= acc_A\, \alpha + \sum_{j \in B} p_j\, v_j
 #    \end{aligned}
 #
-# The empty set has :math:`m = -\infty`, and both of its sums are 0. Each iteration keeps the triple
-# right, however we split the keys. After all keys the output is :math:`acc / l`: one division at
-# the end is enough, because both have the factor :math:`e^{-m}`, which cancels.
+# For the empty set, :math:`m = -\infty` and both sums are 0. Each iteration keeps the triple
+# correct, however we split the keys. After the last tile, the output is :math:`acc / l`. One
+# division is enough, because the factor :math:`e^{-m}` in both sums cancels.
 
 # %%
 # .. dropdown:: The merge of any two sets
 #
-#    Any two disjoint sets :math:`A` and :math:`B` can be merged in the same way, with a factor for
-#    each. The triple of a set :math:`A` is
+#    Any two disjoint sets :math:`A` and :math:`B` can be merged in the same way, each with its own
+#    factor. The triple of a set :math:`A` is
 #
 #    .. math::
 #
@@ -351,9 +355,9 @@ lab.read(
 #       acc &= acc_A\, e^{m_A - m} + acc_B\, e^{m_B - m}
 #       \end{aligned}
 #
-#    The loop is the case in which the terms of :math:`B` are computed relative to :math:`m` at
-#    once, so that a single factor is left. We verified the merge in float64: 300 keys in 2, 7 and
-#    100 pieces, merged in a random order, give the output of a softmax up to :math:`10^{-13}`.
+#    The loop is the special case in which we compute the terms of :math:`B` relative to :math:`m`
+#    from the start, so that only one factor remains. We verified the merge in float64: 300 keys in
+#    2, 7 and 100 pieces, merged in random order, match a softmax to within :math:`10^{-13}`.
 
 # %%
 
@@ -436,24 +440,24 @@ lab.together(
     lab.read(
         "**Why not divide in every step?** We could keep the average `acc / l` after every tile. "
         "The next step would first have to undo the division, `acc / l = (acc_A / l_A) · "
-        "(l_A · alpha / l) + Σ (p_j / l) · v_j`, and each tile would have to divide its `p_j`, "
-        "which is one more operation per score for the same result. The first FlashAttention "
-        "divided in every step; FlashAttention-2 divides once."
+        "(l_A · alpha / l) + Σ (p_j / l) · v_j`, and then divide its own `p_j`: one more operation "
+        "per score for the same result. The first FlashAttention divided in every step; "
+        "FlashAttention-2 divides once."
     ),
     lab.read(
         f"**Does l start at 0 or at 1?** Published kernels do both, and for almost every query it "
-        f"makes no difference: the first `alpha` is exp(−∞), so whatever `l` started with is "
-        f"multiplied by zero. Over two tiles, the starts 0, 1 and 5 all end at "
-        f"{rows[0]['sees keys']}, and if all keys are masked, all at "
+        f"makes no difference: the first `alpha` is exp(−∞), so it multiplies whatever `l` started "
+        f"with by zero. Over two tiles, the starts 0, 1 and 5 all end at "
+        f"{rows[0]['sees keys']}, and if all keys are masked, they all end at "
         f"{float(rows[0]['all keys masked']):.0f}. The start survives only in a query that meets "
-        f"no tile at all, which ends at {without_tiles}. The division has to be guarded anyway, so "
-        f"the kernel starts at 0, the sum of no terms."
+        f"no tile at all: the three sums stay at {without_tiles}. The kernel has to guard its "
+        f"division anyway, so it starts at 0, the sum of no terms."
     ),
     lab.read(
         f"**Outputs start as uninitialised memory,** because `torch.empty` allocates them without "
-        f"writing anything. That is safe: a kernel runs as many programs in parallel, and each "
-        f"query belongs to exactly one of them, which writes its row. To verify this, we filled "
-        f"output and logsumexp with NaN before the kernel of the package ran on "
+        f"writing anything. That is safe: of the programs that a kernel runs in parallel, exactly "
+        f"one handles each query and writes its row. To verify this, we filled the output and the "
+        f"logsumexp with NaN before running the package's kernel on "
         f"{', '.join(row['lengths'] for row in poison)} queries and keys, which no tile divides: "
         f"{sum(row['NaN'] for row in poison)} NaN remained."
     ),
@@ -463,8 +467,8 @@ lab.together(
 # Tiles in plain PyTorch
 # ----------------------
 #
-# In PyTorch we can watch every iteration. This is the loop for one tile of queries, without a mask
-# and with a scale of 1. After each tile it prints what its first query keeps.
+# PyTorch lets us watch every iteration. Here is the loop for one tile of queries, without a mask
+# and with a scale of 1. After each tile of keys, it prints the state of the first query.
 
 
 def one_tile_of_queries(q, k, v, block):
@@ -486,8 +490,8 @@ def one_tile_of_queries(q, k, v, block):
 
 
 # %%
-# With head_dim 1 and a query of 1, the keys are the scores, so this is the example of three keys in
-# tiles of two.
+# With head_dim 1 and a query of 1, the scores are the keys themselves, so this is our example of
+# three keys, in tiles of two.
 
 three_keys = torch.tensor([[1.0], [2.0], [4.0]])
 their_values = torch.tensor([[10.0], [20.0], [30.0]])
@@ -495,23 +499,24 @@ out = one_tile_of_queries(torch.ones(1, 1), three_keys, their_values, block=2)
 print(f"out {out.item():.3f}")
 
 # %%
-# These are the numbers from above. The animation runs this loop for four queries, with four keys in
-# a tile and head_dim 2. Its masked tile, and those never loaded, belong to the causal stages below.
+# These are the numbers from above. The animation runs the same loop for four queries, with four
+# keys in a tile and head_dim 2. Its masked tile, and those never loaded, are explained under causal
+# stages.
 #
 # .. animation:: attention_loop
 #
 # .. dropdown:: The package's version: all tiles, heads and masks
 #
-#    It is this loop inside one over tiles of queries. ``key_tiles`` lists the tiles of keys that a
-#    tile of queries needs; ``_scores`` multiplies, and puts :math:`-\infty` where a query does not
-#    see a key; ``_finite(m)`` is ``m``, with 0 in place of :math:`-\infty`.
+#    This is the same loop inside a loop over tiles of queries. ``key_tiles`` lists the tiles of
+#    keys that a tile of queries needs; ``_scores`` computes the scores and puts :math:`-\infty`
+#    where a query does not see a key; ``_finite(m)`` is ``m`` with 0 instead of :math:`-\infty`.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiled.py
 #       :pyobject: tiled_forward
 #
 #    Without a mask, a tile of queries needs every tile of keys. With a causal mask or a window,
-#    ``key_tiles`` decides which it needs, and which of them have to be masked; the section on
-#    causal stages derives the rule.
+#    ``key_tiles`` decides which tiles it needs and which of those to mask; the section on causal
+#    stages derives the rule.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiled.py
 #       :pyobject: key_tiles
@@ -520,10 +525,10 @@ print(f"out {out.item():.3f}")
 # A first kernel
 # --------------
 #
-# We write the loop as one kernel, because then its tiles stay on the chip. Above each line of the
-# update stands the one of PyTorch that it replaces. ``qk`` is the tile of scores. ``m_exp`` is a
-# *guard*: it has 0 in place of :math:`-\infty`, because :math:`-\infty - (-\infty)` would be NaN
-# for a query that has seen no key yet.
+# We write the loop as a single kernel, so that its tiles stay on the chip. The comments in the
+# update give the PyTorch expressions that its lines replace. ``qk`` is the tile of scores.
+# ``m_exp`` is a *guard*: for a query that has seen no key yet, it has 0 instead of
+# :math:`-\infty`, because :math:`-\infty - (-\infty)` would be NaN.
 
 import triton
 import triton.language as tl
@@ -547,20 +552,20 @@ def _update(acc, l_i, m_i, qk, v):
 
 # %%
 # - **tl.dot** multiplies two tiles as matrices and adds the product to a third operand.
-# - **exp2 instead of exp.** The hardware has an instruction for :math:`2^x` and none for
-#   :math:`e^x`. Because :math:`e^x = 2^{x \log_2 e}`, the factor :math:`\log_2 e = 1.4427` joins
-#   the scale in ``scale_log2``.
-# - **p in 16 bits.** ``p.to(v.dtype)`` rounds ``p`` if the inputs have 16 bits, because a
-#   :term:`matrix unit` takes both operands in one format.
+# - **exp2 instead of exp.** The hardware has an instruction for :math:`2^x` but none for
+#   :math:`e^x`. Since :math:`e^x = 2^{x \log_2 e}`, ``scale_log2`` is the scale times
+#   :math:`\log_2 e = 1.4427`.
+# - **p in 16 bits.** If the inputs have 16 bits, ``p.to(v.dtype)`` rounds ``p`` to match, because a
+#   :term:`matrix unit` takes both operands in the same format.
 # - **input_precision.** By default, ``tl.dot`` rounds float32 operands to :term:`TF32`, by up to a
-#   thousandth, which is as coarse as float16. ``"ieee"`` does not, but keeps float32 off the matrix
-#   units; operands of 16 bits use them either way. ``"tf32x3"``, in the next chapter, splits each
-#   number in two, and so keeps float32 on them and most of its digits.
+#   thousandth, which is as coarse as float16. ``"ieee"`` avoids the rounding but keeps float32 off
+#   the matrix units; 16-bit operands use them either way. ``"tf32x3"``, in the next chapter, splits
+#   each number in two, which keeps float32 on the matrix units and most of its digits.
 #
 # A tile has ``BLOCK_M`` queries or ``BLOCK_N`` keys. A launch starts a :term:`grid` of programs,
-# one for each tile of queries along axis 0 and for each head along axis 1. Each begins with the
-# triple of the empty set. ``exist`` is false for rows past the last query, because the last tile
-# may be only partly filled.
+# with tiles of queries along axis 0 and heads along axis 1. Each program begins with the triple of
+# the empty set. The last tile may be only partly filled, so ``exist`` is false for rows past the
+# last query.
 
 
 @triton.jit
@@ -577,9 +582,10 @@ def _begin(q_ptr, seqlen_q, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 # %%
-# The first kernel loops over all keys and masks every tile. ``n_visible`` says how many keys each
-# query sees. Keys and values past the end are loaded as zeros by ``other=0.0``, because without it
-# they are undefined: their scores are masked, but ``p @ v`` could multiply a weight of 0 by a NaN.
+# The first kernel loops over all keys and masks every tile; ``n_visible`` says how many keys each
+# query sees. Past the last key, ``other=0.0`` loads zeros. Without it, the keys and values there
+# would be undefined: their scores are masked, but ``p @ v`` could still multiply a weight of 0 by a
+# NaN.
 
 
 @triton.jit
@@ -640,10 +646,9 @@ lab.source(run)
 
 
 # %%
-# We run it on the three keys, with three queries and a causal mask, on
-# ``runtime.DEVICE``: the GPU, or the CPU with Triton's interpreter. ``tl.dot`` needs 16 columns, of
-# which all but the first are zero. The queries are 4, which the scale :math:`1 / \sqrt{16}` turns
-# into 1.
+# We run it on our three keys, now with three queries and a causal mask, on ``runtime.DEVICE``: the
+# GPU, or the CPU with Triton's interpreter. Since ``tl.dot`` needs 16 columns, we pad with
+# zeros. The queries are 4, which the scale :math:`1 / \sqrt{16}` turns into 1.
 
 q, k, v = torch.zeros(3, 1, 1, 3, 16, device=runtime.DEVICE)
 q[..., 0] = 4
@@ -652,33 +657,34 @@ out = run(_first_kernel, q, k, v, is_causal=True)
 print(*(f"{x:.3f}" for x in out[0, 0, :, 0].tolist()))
 
 # %%
-# The last query sees all three keys and gets the 28.0 from above.
+# The last query sees all three keys and gets the 28.0 from above. The others see fewer, yet the
+# kernel computed all their scores.
 
 # %%
 # Causal stages
 # -------------
 #
 # With a :term:`causal mask`, a query sees only the keys up to its own position, so many tiles need
-# no work. The figure has 192 queries and 192 keys, in tiles of 32 queries by 16 keys.
+# no work. The figure shows 192 queries and 192 keys in tiles of 32 queries by 16 keys.
 #
 # .. image:: /figures/attention-stages.svg
 #    :alt: Six tiles of queries and twelve tiles of keys, half as long. The diagonal runs from the
 #          upper left to the lower right. In row r the first 2 r tiles are whole, the next two are
-#          cut by the diagonal, and the rest is never computed. In row 1 two marks stand: whole is
-#          key 32, where the whole tiles end, and seen_by_some key 64, where the cut ones end.
+#          cut by the diagonal, and the rest is never computed. Two marks in row 1 show whole, key
+#          32, where the whole tiles end, and seen_by_some, key 64, where the cut ones end.
 #
 # A tile is *whole* if every query sees every key, *cut* if the diagonal passes through it or the
 # keys end within it, and *beyond* if no query sees any key.
 #
-# In each row the whole tiles come first. So we split the loop into two *stages*, of which only the
-# second masks, and stop after the cut tiles.
+# In each row, the whole tiles come first. We can therefore split the loop into two *stages*, mask
+# only in the second, and stop after the cut tiles.
 #
 # Take tile 1 of the figure, with queries 32 to 63. Its first query sees 33 keys, and every later
-# one sees these and more, so ``seen_by_all`` is 33. Its last query sees 64 keys, so
-# ``seen_by_some`` is 64. The first stage ends at key ``whole`` = 33 // 16 · 16 = 32, and the second
-# at key 64.
+# query sees these and more, so ``seen_by_all`` is 33. Its last query sees 64 keys, which makes
+# ``seen_by_some`` 64. The first stage ends at key ``whole`` = 33 // 16 · 16 = 32, the second at key
+# 64.
 #
-# The compiler unrolls ``tl.static_range`` into two loops, with ``CUT`` 0 and 1.
+# The compiler unrolls ``tl.static_range`` into two loops, for ``CUT`` 0 and 1.
 #
 # .. literalinclude:: attention_forward.py
 #    :language: python
@@ -756,28 +762,28 @@ counted = trace(192, 192, True)
 # Reading
 in_stage = [(counted == stage).sum().item() for stage in (1, 2)]
 lab.read(
-    f"A counter in the kernel confirms the figure: {in_stage[0]} whole tiles, {in_stage[1]} cut "
-    f"ones, and none of the {counted.numel() - sum(in_stage)} beyond."
+    f"A counter in the kernel confirms the figure: it finds {in_stage[0]} whole tiles, "
+    f"{in_stage[1]} cut ones, and none of the {counted.numel() - sum(in_stage)} beyond."
 )
 
 # %%
 # .. dropdown:: What STAGE & 2 and 4 - STAGE mean in Triton's tutorial
 #
-#    Triton's own tutorial on fused attention has the same two stages, but refers to them by
-#    numbers. Its kernel gets ``STAGE = 3`` for causal and 1 for full attention, to be read as two
-#    bits: the first asks for a loop over *whole* tiles, the second for one over *cut* tiles. So
+#    Triton's own tutorial on fused attention has the same two stages but refers to them by number.
+#    Its kernel gets ``STAGE = 3`` for causal and 1 for full attention, to be read as two bits: the
+#    first asks for a loop over *whole* tiles, the second for a loop over *cut* tiles. Hence
 #    ``STAGE & 2`` tests whether there is a second loop.
 #
-#    Another number tells the inner function which keys to take: 1 means up to the diagonal, without
-#    a mask, 2 on the diagonal, masked, and 3 all keys, without a mask. ``4 - STAGE`` turns 3 into 1
-#    and 1 into 3, because the first loop ends at the diagonal in causal attention and takes all
-#    keys in full attention. So ``STAGE = 3`` runs a loop with the number 1 and one with 2, and
-#    ``STAGE = 1`` runs a single loop with the number 3.
+#    A different number tells the inner function which keys to take: 1 means those up to the
+#    diagonal, without a mask; 2 those on the diagonal, masked; and 3 all keys, without a mask.
+#    ``4 - STAGE`` turns 3 into 1 and 1 into 3, because the first loop ends at the diagonal in
+#    causal attention but takes all keys in full attention. ``STAGE = 3`` therefore runs one loop
+#    with the number 1 and one with 2, and ``STAGE = 1`` runs a single loop with the number 3.
 
 # %%
-# **Queries and keys of different length.** A model that has read 997 tokens and processes 3 more
-# has 3 queries and 1,000 keys, and its last query should see all of them. So this book aligns
-# the diagonal to the *bottom right*: query :math:`i` sees key :math:`j` if
+# **Queries and keys of different lengths.** A model that has read 997 tokens and processes 3 more
+# has 3 queries and 1,000 keys, and its last query should see all the keys. This book therefore
+# aligns the diagonal to the *bottom right*: query :math:`i` sees key :math:`j` if
 # :math:`j \le i + \text{seqlen}_k - \text{seqlen}_q`. PyTorch's ``is_causal=True`` aligns it to the
 # top left.
 #
@@ -842,11 +848,11 @@ lab.together(
     lab.table(tiles_computed, "Tiles computed, counted by the kernel"),
     lab.table(rows, "Which keys a query sees with is_causal"),
     lab.read(
-        "Without a causal mask, the second stage computes only the last tile, and only if that is "
-        "partly filled. With more queries than keys, the first queries would see fewer than 0 "
-        "keys, so the kernel raises `seen_by_all` to 0. Where a query sees no key, our output is "
-        "0. PyTorch's `scaled_dot_product_attention`, given our mask, returns 0 as well, and "
-        "`standard_attention` returns NaN."
+        "Without a causal mask, the second stage computes at most the last tile, and only if that "
+        "tile is partly filled. With more queries than keys, the first queries would see a "
+        "negative number of keys, so the kernel raises `seen_by_all` to 0. If a query sees no key, "
+        "our output is 0. Given our mask, PyTorch's `scaled_dot_product_attention` also returns 0, "
+        "whereas `standard_attention` returns NaN."
     ),
 )
 
@@ -860,10 +866,11 @@ theirs, (truth, _) = standard_attention(q, k, v), reference.attention(q, k, v, F
 lost = lab.Case("", "", without, theirs, truth, factor=4).row()
 assert not lost["ok"]
 lab.read(
-    f"**The check, checked.** Against float64, each version may err by four times as much as "
-    f"standard attention in the same dtype. If a kernel leaves out one of eight tiles of keys, the "
-    f"error is {lost['error']:.1g} of the largest output, where {lost['tolerance']:.1g} is "
-    f"allowed. One of 64, at length 4,096, is noticed as well."
+    f"**The check, checked.** We compare every version with float64 and allow it four times the "
+    f"error of standard attention in the same dtype. If a kernel leaves out one of eight tiles of "
+    f"keys, its error is {lost['error']:.1g} of the largest output, where "
+    f"{lost['tolerance']:.1g} is allowed. At length 4,096, the check also notices one missing tile "
+    f"of 64."
 )
 
 # %%
@@ -956,12 +963,12 @@ lab.together(
 # ---------------
 #
 # To see what each step gains, we time all versions against a :term:`cuBLAS` matmul of size 8,192 in
-# bfloat16. The operations are those counted above, halved for a causal mask. Our two kernels use
-# tiles of 128 queries and 64 keys, 8 :term:`warps <warp>` and 3 pipeline stages; this page tries no
-# others.
+# bfloat16. We count operations as above and halve them for a causal mask. Our two kernels use tiles
+# of 128 queries and 64 keys, 8 :term:`warps <warp>` and 3 pipeline stages; we try no other settings
+# here.
 #
 # *SDPA* is PyTorch's ``scaled_dot_product_attention``, with the kernels of two libraries: cuDNN,
-# and FlashAttention-2, written for an older GPU, the A100. Their bars, hatched, come from the next
+# and FlashAttention-2, written for an older GPU, the A100. Their hatched bars come from the next
 # chapter.
 
 
@@ -1195,7 +1202,7 @@ def with_mask(name):
 longer, in_percent = with_mask("PyTorch")
 lab.read(
     f"**The table costs more than its bytes.** Without a mask, standard attention reaches "
-    f"{percent('PyTorch', 'full')} of the matmul"
+    f"{percent('PyTorch', 'full')} of the speed of a matmul"
     + (
         f", although its bytes would allow {100 * rate_of_table:.0f} %. "
         if steps.share("PyTorch", mask="full") < 0.9 * rate_of_table
@@ -1203,13 +1210,13 @@ lab.read(
     )
     + f"Timed step by step, softmax takes {100 * of_steps:.0f} % of the time for half of the bytes"
     + (
-        ", far longer than a copy of them. "
+        ", far longer than it takes to copy them. "
         if moved.get("softmax", nan) < 0.5
         else ". "
     )
-    + f"The mask halves the operations that count, and yet the time grows by {in_percent:.0f} %"
+    + f"The mask halves the operations that count, yet the time grows by {in_percent:.0f} %"
     + (
-        ", mostly because of `masked_fill_`, which reads and writes the table once more."
+        ", mostly because `masked_fill_` reads and writes the table once more."
         if filling > 0.6 * longer
         else ", and `masked_fill_` reads and writes the table once more."
     )
@@ -1292,37 +1299,38 @@ lab.together(
     ),
     lab.read(
         f"Softmax moves its bytes at {100 * moved.get('softmax', nan):.0f} % of the speed of a "
-        f"copy. In the chapter Online softmax, PyTorch's softmax of rows of 4,096 numbers takes "
+        f"copy. In the chapter Online softmax, PyTorch's softmax over rows of 4,096 numbers takes "
         f"{twice_as_wide:.2f} times as long in float32 as in bfloat16, for twice the bytes"
         + (
-            ", so the bytes are not its limit. We did not look for what is."
+            ", so bytes do not limit it. We did not look for what does."
             if twice_as_wide < 1.2
             else "."
         )
     ),
     lab.read(
-        f"Compiled, standard attention takes {abs(compiled):.0f} % "
+        f"When compiled, standard attention takes {abs(compiled):.0f} % "
         f"{'less' if compiled < 0 else 'more'} time with the mask than without. "
         + (
-            "`torch.compile` replaces attention by SDPA where the code matches one of its "
+            "`torch.compile` replaces attention with SDPA where the code matches one of its "
             "patterns, but its counter shows that none matches here, so it does not avoid the "
             "table."
             if not any(row["patterns that match"] for row in matches.rows)
-            else "`torch.compile` recognises attention here, and replaces it by SDPA."
+            else "`torch.compile` recognises attention here and replaces it with SDPA."
         )
     ),
     lab.read(
-        f"The loop in PyTorch uses tiles of 1,024, because every line of it launches a kernel. "
-        f"A tile of scores in bfloat16 for all 64 heads takes {tile_mib:.0f} MiB"
+        f"The loop in PyTorch uses tiles of 1,024, because each of its lines launches a kernel. "
+        f"For all 64 heads, a tile of scores in bfloat16 takes {tile_mib:.0f} MiB"
         + (", more than L2 holds" if tile_mib > l2 else "")
-        + f". The loop in PyTorch has one operation each for maximum, difference, `exp` and sum, "
-        f"so the scores make eight trips instead of four. At the speed of a copy, these would take "
-        f"{100 * of_trips:.0f} % of the measured time without a mask; we did not separate the rest."
+        + f". Maximum, difference, `exp` and sum are separate operations in this loop, so the "
+        f"scores make eight trips instead of four. At the speed of a copy, these would take "
+        f"{100 * of_trips:.0f} % of the time measured without a mask; we did not break down the "
+        f"rest."
     ),
     lab.read(
         f"The first kernel does the same work with and without the mask, but takes "
-        f"{with_mask('first kernel')[1]:.0f} % longer with it, which we did not look into. The "
-        f"kernel in stages differs from it only by the stages, and without a mask it is "
+        f"{with_mask('first kernel')[1]:.0f} % longer with it; we did not look into the cause. The "
+        f"kernel in stages differs from it only in the stages, and without a mask it is "
         f"{100 * (at('in stages', 'full') / at('first kernel', 'full') - 1):.0f} % faster."
     ),
 )
@@ -1331,17 +1339,18 @@ lab.together(
 
 # Reading
 lab.read(
-    f"**Tiles alone are not enough.** In plain PyTorch, where every operation still writes its "
-    f"tile to memory, they take {slower:.1f} times as long as the whole table without a mask. "
+    f"**Tiles alone are not enough.** Without a mask, the loop in plain PyTorch, where every "
+    f"operation still writes its tile to memory, takes {slower:.1f} times as long as standard "
+    f"attention. "
     + (
-        f"With the mask, which lets them skip tiles, they are {100 * (under_mask - 1):.0f} % "
-        f"faster."
+        f"With the mask, which lets it skip tiles, it is {100 * (under_mask - 1):.0f} % faster."
         if under_mask > 1
-        else f"With the mask they are slower as well, {1 / under_mask:.1f} times."
+        else f"With the mask, it still takes {1 / under_mask:.1f} times as long."
     )
     if not slower <= 1
-    else f"**Tiles alone** are {1 / slower:.1f} times as fast in plain PyTorch as the whole table, "
-    f"although every operation writes its tile for the next one to read."
+    else f"**Tiles alone help.** Without a mask, the loop in plain PyTorch is {1 / slower:.1f} "
+    f"times as fast as standard attention, although every operation writes its tile for the next "
+    f"one to read."
 )
 
 # %%
@@ -1349,9 +1358,9 @@ lab.read(
 # Reading
 faster = at("in stages", "causal") / at("PyTorch", "causal")
 lab.read(
-    f"**Tiles that stay on the chip help.** The first kernel reaches "
-    f"{percent('first kernel', 'full')} of the matmul without a mask, but only "
-    f"{percent('first kernel', 'causal')} with it, because it computes all tiles although half of "
+    f"**Tiles that stay on the chip help.** Without a mask, the first kernel reaches "
+    f"{percent('first kernel', 'full')} of the speed of a matmul. With the mask, it drops to "
+    f"{percent('first kernel', 'causal')}, mainly because it computes all tiles although half of "
     f"the operations count. The kernel in stages skips the tiles beyond the diagonal and reaches "
     f"{percent('in stages', 'causal')}: {faster:.1f} times as fast as standard attention."
 )
@@ -1378,18 +1387,18 @@ def standing(name):
 lab.read(
     "**What is still missing.** "
     + (
-        f"The kernel is {standing('SDPA flash')} FlashAttention-2 and {standing('SDPA cuDNN')} "
-        f"cuDNN. "
+        f"The kernel in stages is {standing('SDPA flash')} FlashAttention-2 and "
+        f"{standing('SDPA cuDNN')} cuDNN. "
         if len(theirs_at) >= 4
         else ""
     )
     + (
-        f"With the mask the kernel in stages falls from {percent('in stages', 'full')} to "
+        f"Under the mask, our kernel falls from {percent('in stages', 'full')} to "
         f"{percent('in stages', 'causal')}. The masked scores in the cut tiles explain "
-        f"{explained:.0f} of these {100 * (own['full'] - own['causal']):.0f} points. A suspect for "
-        f"the others is uneven work, because programs for late queries have more tiles."
+        f"{explained:.0f} of these {100 * (own['full'] - own['causal']):.0f} points. For the rest "
+        f"we suspect uneven work, since programs for late queries have more tiles."
         if not own["full"] - own["causal"] <= 0.03
-        else "With the mask the kernel is about as fast per operation as without."
+        else "Per operation, our kernel is about as fast with the mask as without it."
     )
 )
 
@@ -1399,15 +1408,14 @@ lab.read(
 #    <span id="the-kernel"></span><span id="is-it-right"></span><span id="figure-3"></span>
 #    <span id="figure-4"></span><span id="figure-5"></span><span id="figure-6"></span>
 #
-# :doc:`The next chapter </chapters/attention_fast>` tests this among other changes.
+# :doc:`The next chapter </chapters/attention_fast>` tests this, along with other changes.
 
 # %%
 # What breaks it
 # --------------
 #
-# A wrong line can still give numbers that look right. So we plant four mistakes, one at a time, in
-# a small causal kernel: 64 queries, four tiles of 16 keys, float32, and no guard for a query that
-# sees no key.
+# A wrong line can still give numbers that look right. To see which mistakes show, we plant four,
+# one at a time, in a small causal kernel: 64 queries, four tiles of 16 keys, float32, and no guard.
 #
 # .. code-block:: python
 #
@@ -1451,8 +1459,8 @@ def _fragile_kernel(
 
 
 # %%
-# Dashed lines mark the ends of the tiles of keys. The rows called *guarded* repeat a mistake in
-# PyTorch, with the guards of this page.
+# Dashed lines mark where tiles of keys end. The rows *the same, guarded* repeat the mistake above
+# them in PyTorch, with the guards of this page.
 
 
 # Measuring
@@ -1588,25 +1596,25 @@ safe = [
 ]
 lab.read(
     f"**No maximum.** On paper the maximum cancels, but in float32 the exponential of 89 is "
-    f"infinite. In this row scores reach {max(largest):.0f}, and all but {len(safe)} queries "
-    f"divide infinity by infinity, which is NaN. Those {len(safe)} have no score above "
+    f"infinite. In this row the scores reach {max(largest):.0f}, and all but {len(safe)} queries "
+    f"divide infinity by infinity, which gives NaN. Those {len(safe)} have no score above "
     f"{max(safe):.0f}."
 )
 
 # %%
-# **> for >=.** Every query loses its own key. Query 0 has no other and becomes NaN. All others get
-# a plausible number.
+# **> for >=.** Every query loses its own key. Query 0 has no other and becomes NaN, while all later
+# queries get a plausible number.
 #
 # **Statistics not updated.** The old maximum stays :math:`-\infty`, so ``alpha`` is always 0, and
-# every tile erases those before it. The last 16 queries know only the last tile, which is masked
-# for all others and gives them NaN.
+# every tile erases those before it. The last 16 queries are left with the last tile alone, which is
+# masked for all others and turns them into NaN.
 #
-# In these two mistakes NaN appears only because this kernel has no guard. With the guards the
-# output is 0, and no NaN warns us.
+# In both cases, NaN appears only because this kernel has no guard. The guards turn it into zeros,
+# and no NaN warns us.
 #
-# **acc not rescaled.** The sum ``l`` is still rescaled, so numerator and denominator end on
-# different scales, unless the largest score is in the first tile, as for the first 16 queries and a
-# few others. All others get a plausible number, which only a comparison exposes.
+# **acc not rescaled.** The kernel still rescales ``l``, so numerator and denominator end up on
+# different scales, unless the largest score is in the first tile, as it is for the first 16 queries
+# and a few others. The rest get a plausible number, which only a comparison exposes.
 
 # %%
 
@@ -1619,9 +1627,9 @@ lab.together(
     compare("acc not rescaled", [40], q.abs(), k + rising, v),
     lab.read(
         f"**-1e6 in place of minus infinity.** A finite number avoids the NaN of −∞ − (−∞) without "
-        f"a guard. But if a query sees none of our three keys, all its scores are equal, and it "
-        f"gets {unseen:.0f}, the mean of the values 10, 20 and 30 that it must not see. The "
-        f"kernels of this page return 0."
+        f"a guard. But if a query sees none of our three keys, all its scores are equal, and its "
+        f"output is {unseen:.0f}, the mean of the values 10, 20 and 30, which it must not see. The "
+        f"kernels on this page return 0."
     ),
 )
 
@@ -1632,18 +1640,17 @@ lab.together(
 # Reading
 in_map = rows_of_tiles * (4096 // WIDE["BLOCK_N"])
 lab.read(
-    f"The table never has to exist, because a maximum, a sum and a weighted sum per query stand in "
+    f"The table never has to exist: for each query, a maximum, a sum and a weighted sum stand in "
     f"for all scores already seen. Under the causal mask, "
-    f"{100 * (1 - computed / in_map):.0f} % of the tiles that we timed need no work, and most of "
-    f"the "
-    f"others no mask. The kernel reaches "
+    f"{100 * (1 - computed / in_map):.0f} % of the tiles in our timings need no work, and most of "
+    f"the others need no mask. The kernel in stages reaches "
     f"{percent('in stages', 'causal')} of the speed of a matmul"
     + (
-        f", where cuDNN reaches {100 * theirs_at['SDPA cuDNN', 'causal']:.1f} %. "
+        f", against {100 * theirs_at['SDPA cuDNN', 'causal']:.1f} % for cuDNN. "
         if len(theirs_at) >= 4
         else ". "
     )
-    + "A test needs several tiles, because with one tile some mistakes give the right result."
+    + "A test needs several tiles, because with only one, some mistakes give the right result."
 )
 
 # %%
@@ -1651,8 +1658,8 @@ lab.read(
 # ---------
 #
 # **1. A sliding window.** Let query :math:`i` see only the last :math:`W` keys up to its own. Which
-# tiles remain? The map above shows them, with :math:`W - 1` *keys to the left*. Write the kernel so
-# that it computes no others.
+# tiles remain? The map above shows them if you set *keys to the left* to :math:`W - 1`. Write a
+# kernel that computes no others.
 
 # %%
 
@@ -1696,17 +1703,17 @@ lab.check(
 )
 
 # %%
-# **2. ALiBi, without a new kernel.** ALiBi subtracts a penalty that grows with the distance: the
-# score becomes :math:`s_{ij} - c\,(i - j)`, with a constant :math:`c` for each head. Can you get it
+# **2. ALiBi, without a new kernel.** ALiBi subtracts a penalty that grows with distance: the score
+# becomes :math:`s_{ij} - c\,(i - j)`, where :math:`c` is a constant for each head. Can you get this
 # from the package's ``attention``, unchanged, by adding columns to q, k and v?
 
 # %%
 
 # Solution: ALiBi, without a new kernel
 #
-# The term -c i is the same for all keys of a query, so it cancels in the softmax. What is left is
-# c j, a product of one number of the query and one of the key, so one more column suffices. v gets
-# a column of zeros, because attention wants q, k and v of one width.
+# The term -c i is the same for all keys of a query, so it cancels in the softmax. That leaves c j,
+# the product of a number that belongs to the query and one that belongs to the key: one more column
+# is enough. v gets a column of zeros, because attention expects q, k and v to have the same width.
 
 
 def alibi_attention(q, k, v, slopes):

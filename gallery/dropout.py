@@ -3,13 +3,15 @@ Low-memory dropout
 ==================
 
 Dropout tosses a coin for every element in the forward pass, and the backward pass needs the same
-tosses again. *Does dropout have to store them?*
+tosses again. PyTorch stores them, one byte per element. *Can we throw them away and still get them
+back?*
 
 You will learn
 
-- what a stored mask costs in memory and in time, and how a single seed replaces it;
+- what a stored mask costs in memory and time, and how a single seed replaces it;
 - how a counter-based generator gives every element its own random number, in any order;
-- why drawing one number per call is slow, and how four per call reach the speed of a copy.
+- why drawing one number per call is slow, and how four per call, in fewer rounds, reach the speed
+  of a copy.
 """
 
 # sphinx_gallery_thumbnail_number = 8
@@ -39,8 +41,8 @@ lab.start("dropout", "kernelbook.ops.dropout")
 # The problem in PyTorch
 # ----------------------
 #
-# In training, dropout sets each element to zero with probability :math:`p` and divides the others
-# by :math:`1 - p`, which keeps the expected value of every element unchanged.
+# During training, dropout sets each element to zero with probability :math:`p` and divides the rest
+# by :math:`1 - p`, which leaves the expected value of every element unchanged.
 
 
 def simple_dropout(x, p):
@@ -49,26 +51,26 @@ def simple_dropout(x, p):
 
 
 # %%
-# Input ``x`` and output ``y`` lie in the GPU's main memory, :term:`HBM`, so every
-# implementation must read ``x`` once and write ``y`` once: 4 bytes per element in 16 bits. The
-# function above moves 14, because each of its four operations is a :term:`kernel` of its own, which
-# reads from memory and writes back.
+# Input ``x`` and output ``y`` live in the GPU's main memory, :term:`HBM`, so every implementation
+# must read ``x`` once and write ``y`` once: 4 bytes per 16-bit element. Our function moves 14,
+# because each of its four operations is a separate :term:`kernel` that reads from memory and writes
+# back.
 #
 # .. dropdown:: How the 14 bytes are counted
 #
-#    ``rand_like`` writes 2. The comparison reads 2 and writes a mask of 1. The multiplication reads
-#    ``x`` and the mask and writes a product, 5 in all. The division reads 2 and writes 2.
+#    ``rand_like`` writes 2 bytes. The comparison reads 2 and writes a mask of 1. The multiplication
+#    reads ``x`` and the mask and writes a product, 5 in all. The division reads 2 and writes 2.
 #
-# The backward pass multiplies the gradient by the *same* mask, so autograd keeps the mask from the
-# forward pass to the backward pass, at one byte per element.
+# The backward pass multiplies the gradient by the *same* mask, so autograd holds on to the mask
+# between the two passes, at one byte per element.
 #
 # .. image:: /figures/dropout-bytes.svg
 #    :alt: Bars of the bytes moved for each element in 16 bits. With a stored mask, forward and
 #          backward move 5 bytes each, and the mask of 1 byte stays in memory between them. With a
 #          seed, both move 4 bytes, and 8 bytes in all stay in memory.
 #
-# The allocator says what each version holds after the forward pass, apart from ``x`` and ``y``.
-# ``masked_dropout`` and ``dropout`` are this book's operators.
+# PyTorch's allocator tells us what each version holds after the forward pass, not counting ``x``
+# and ``y``. ``masked_dropout`` and ``dropout`` are this book's operators.
 
 
 def held_for_backward():
@@ -100,24 +102,24 @@ def held_for_backward():
 lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward)
 
 # %%
-# The mask is half the size of the float16 activation. The seed's 8 bytes round to nothing.
+# The mask is half the size of the float16 activation, while the seed's 8 bytes round to zero.
 #
 # The idea
 # --------
 #
-# The backward pass can draw the same random numbers again, but not from an ordinary generator,
-# which thousands of threads cannot share, because it computes each number from the one before.
+# How can 8 bytes replace a whole mask? The backward pass can draw the same random numbers again,
+# but not from an ordinary generator: it computes each number from the one before, so thousands of
+# threads cannot share it.
 #
-# A :term:`counter-based generator` has no state. It is like a library of books full of random
-# numbers, in which anybody can open any book at any page. The *seed* says which book, the *counter*
-# which page, and both together always give the same numbers.
+# A :term:`counter-based generator` has no state. Think of a library full of books of random
+# numbers, where anyone can open any book at any page. The *seed* names the book and the *counter*
+# the page, and the same pair always gives the same numbers.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
 #
 #    If the counter follows from the element's index, any thread can compute the random number of
-#    any element. The backward pass computes the same numbers again, so there is nothing
-#    to store.
+#    any element. The backward pass recomputes the same numbers, so there is nothing to store.
 #
 # .. image:: /figures/dropout-philox.svg
 #    :alt: Eight elements in two groups of four. The seed and the counter i // 4 enter one call of
@@ -125,16 +127,16 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 #          kept and scaled where its number is at least p times two to the power of 32, and is
 #          zero elsewhere.
 #
-# Our generator is called :term:`Philox`. One call takes a counter of 128 bits and returns four
-# numbers of 32 bits, so it serves four elements: element ``i`` uses the call with counter
-# ``i // 4`` and takes number ``i % 4`` of the four.
+# Our generator is called :term:`Philox`. One call takes a 128-bit counter and returns four 32-bit
+# numbers, enough for four elements: element ``i`` takes number ``i % 4`` from the call with counter
+# ``i // 4``.
 #
 # The mathematics
 # ---------------
 #
-# **Forward.** If numbers had 4 bits, from 0 to 15, and :math:`p` were a quarter, an element would
-# be dropped where its number is below 4. Ours have 32 bits. Let :math:`r_i` be the number of
-# element :math:`i`, uniform in :math:`\{0, \dots, 2^{32} - 1\}`:
+# **Forward.** If random numbers had 4 bits, from 0 to 15, and :math:`p` were a quarter, we would
+# drop every element whose number is below 4. Ours have 32 bits. Let :math:`r_i` be the number of
+# element :math:`i`, uniform in :math:`\{0, \dots, 2^{32} - 1\}`. Then
 #
 # .. math::
 #
@@ -143,25 +145,26 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 #      0 & \text{otherwise}
 #    \end{cases}
 #
-# The condition holds with probability :math:`1 - p`, so the mean of :math:`y_i` is :math:`x_i`. The
-# threshold is rounded, so that the kernel can compare two integers.
+# The condition holds with probability :math:`1 - p`, so the mean of :math:`y_i` is :math:`x_i`. We
+# round the threshold, so that the kernel can compare two integers.
 #
-# **Backward.** Each output is its input times :math:`1 / (1 - p)` or zero, so the gradient is
-# multiplied by the same factor.
+# **Backward.** Each output is its input times either :math:`1 / (1 - p)` or zero, so we multiply
+# the gradient by the same factor.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    The gradient is dropout again, with ``dy`` in place of ``x``, so one kernel serves both
+#    The gradient is dropout again, applied to ``dy`` instead of ``x``, so one kernel serves both
 #    passes.
 #
-# **Philox.** A function of a counter can look random because of what a multiplication does to
-# digits: 37 · 83 = 3071, with the halves 30 and 71. With 36 in place of 37 the halves are 29 and
-# 88: a small step at the input has changed both. Philox does this to 32 bits, in *rounds*.
+# **Philox.** A function of a counter can look random because multiplication scrambles digits. The
+# product 37 · 83 = 3071 has the halves 30 and 71; with 36 instead of 37, the halves are 29 and 88,
+# so a small step in the input changes both. Philox does the same with 32-bit words, in *rounds*.
 #
-# It splits the counter into four words of 32 bits, :math:`(c_0, c_1, c_2, c_3)`, and the seed into
-# two, :math:`(k_0, k_1)`. In one round, :math:`A` and :math:`B` are constants, hi and lo are the
-# upper and the lower 32 bits of a product, and the exclusive or, :math:`\oplus`, mixes in the seed:
+# It splits the counter into four such words, :math:`(c_0, c_1, c_2, c_3)`, and the seed into two,
+# :math:`(k_0, k_1)`. With constants :math:`A` and :math:`B`, with hi and lo for the upper and lower
+# 32 bits of a product, and with the exclusive or, :math:`\oplus`, to mix in the seed, one round
+# computes
 #
 # .. math::
 #
@@ -172,8 +175,8 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 #    c_3' &= \mathrm{lo}(A c_0)
 #    \end{aligned}
 #
-# The products change places, so that a change soon reaches all four words. Then a constant is added
-# to each word of the seed, which makes every round different.
+# The products swap places, so that a change soon reaches all four words. Philox then adds a
+# constant to each word of the seed, which makes every round different.
 
 # Reading
 four, (small_a, small_b), (small_k0, small_k1) = (3, 6, 7, 2), (13, 11), (5, 9)
@@ -183,35 +186,35 @@ four, (small_a, small_b), (small_k0, small_k1) = (3, 6, 7, 2), (13, 11), (5, 9)
 )
 after_round = (high_b ^ four[1] ^ small_k0, low_b, high_a ^ four[3] ^ small_k1, low_a)
 lab.read(
-    f"With words of 4 bits, A = {small_a}, B = {small_b} and a seed of ({small_k0}, {small_k1}), "
-    f"one round turns the counter {four} into {after_round}: {small_b} · {four[2]} is "
-    f"{high_b} · 16 + {low_b}, so the first word is {high_b} ⊕ {four[1]} ⊕ {small_k0} = "
-    f"{after_round[0]} and the second {low_b}. The other two come from {small_a} · {four[0]}."
+    f"With 4-bit words, A = {small_a}, B = {small_b} and the seed ({small_k0}, {small_k1}), one "
+    f"round turns the counter {four} into {after_round}. Since {small_b} · {four[2]} is "
+    f"{high_b} · 16 + {low_b}, the first word is {high_b} ⊕ {four[1]} ⊕ {small_k0} = "
+    f"{after_round[0]} and the second is {low_b}; the other two come from {small_a} · {four[0]}."
 )
 
 # %%
-# A change of a single bit of the counter spreads from round to round:
+# A change in a single bit of the counter spreads from round to round:
 #
 # .. animation:: one_flipped_bit
 #
-# A word that shows no difference, such as :math:`c_3` after two rounds, has just been computed from
-# words in which the change had not yet arrived. After four rounds half of the bits differ, which is
-# necessary but not sufficient (“Is it random enough?”).
+# A word that shows no difference, such as :math:`c_3` after two rounds, was computed only from
+# words that the change had not yet reached. After four rounds half of the bits differ, which is
+# necessary but, as “Is it random enough?” will show, not sufficient.
 #
 # .. dropdown:: Why two counters never give the same numbers
 #
-#    Every round is invertible. :math:`A` and :math:`B` are odd, and multiplication by an odd number
-#    modulo :math:`2^{32}` can be undone. So :math:`c_1'` determines :math:`c_2`, then :math:`c_0'`
-#    determines :math:`c_1`, and the other two words follow in the same way. An invertible step
-#    cannot map two counters to the same output.
+#    Every round is invertible. Since :math:`A` and :math:`B` are odd, and multiplication by an odd
+#    number modulo :math:`2^{32}` can be undone, :math:`c_1'` determines :math:`c_2`. Then
+#    :math:`c_0'` determines :math:`c_1`, and the other two words follow in the same way. An
+#    invertible step cannot map two counters to the same output.
 
 # %%
 # A stored mask
 # -------------
 #
-# What does a stored mask cost in time? The yardstick is a copy, which moves only the bytes that no
-# implementation can avoid. After PyTorch's four operations follow three kernels: with a stored
-# mask, with one number of each call of Philox, and with all four.
+# What does a stored mask cost in time? Our yardstick is a copy, which moves only the bytes that no
+# implementation can avoid. We start from PyTorch's four operations and then write three kernels:
+# with a stored mask, with one number from each call of Philox, and with all four.
 
 
 # Measuring
@@ -257,8 +260,8 @@ brain = {
 on_gpu = f" on {forward.provenance['gpu']}" if forward.provenance else ""
 lab.read(
     f"In float16{on_gpu}, the four operations of `simple_dropout` reach "
-    f"{half['simple_dropout']:.0f} % of the speed of a copy, where their 14 bytes would allow "
-    f"{100 * 4 / 14:.0f} %. We time them one by one."
+    f"{half['simple_dropout']:.0f} % of the speed of a copy, although their 14 bytes would allow "
+    f"{100 * 4 / 14:.0f} %. To see why, we time them one by one."
 )
 
 # %%
@@ -302,13 +305,14 @@ drawing, copying = took.get("torch.rand_like(x)", nan), took.get("a copy", nan)
 multiplying, in_all = took.get("x * keep", nan), sum(took.values()) - copying
 lab.read(
     (
-        "Two take longer than their bytes explain. The product of float16 and bool takes "
-        f"{100 * multiplying / in_all:.0f} % of the time, and we have not looked into the cause. "
+        "Two of them take longer than their bytes explain. The product of float16 and bool takes "
+        f"{100 * multiplying / in_all:.0f} % of the time; we have not investigated why. "
         if multiplying > 1.3 * copying * 5 / 4 and drawing > 1.3 * copying * 2 / 4
         else ""
     )
-    + "`torch.rand_like` moves half the bytes of a copy and takes "
-    f"{drawing / copying:.1f} times as long"
+    + "`torch.rand_like` moves half the bytes of a copy "
+    + ("but" if drawing > copying else "and")
+    + f" takes {drawing / copying:.1f} times as long"
     + (
         ": drawing random numbers can cost more than moving bytes."
         if drawing > copying
@@ -332,25 +336,25 @@ lab.read(
 #             blocks. The block of program 2 begins at element 2,048 and extends past the end of the
 #             array: 452 of its elements are inside, the other 572 are masked.
 #
-# The first kernel is the baseline. Its mask was drawn before the timing began.
+# Our first kernel, the baseline, loads a mask that we draw before the timing begins:
 
 lab.source(masked_dropout_kernel)
 
 # %%
-# Each program finds its elements from its number within the :term:`launch`, and ``inside``, the
-# bounds mask, excludes those past the end. The number becomes an ``int64``, because large tensors
-# need offsets of more than 32 bits.
+# Each program derives its offsets from its number within the :term:`launch`, and ``inside``, the
+# bounds mask, excludes those past the end. We convert the number to ``int64``, because large
+# tensors need offsets of more than 32 bits.
 #
 # .. dropdown:: How a kernel is launched, and how the book's operators do it
 #
 #    ``masked_dropout_kernel[grid](x, y, keep, n, 1 / (1 - p), BLOCK_SIZE=1024, num_warps=4)``
-#    launches it, with one program for each number of the :term:`grid`, here one for every 1,024
-#    elements. ``num_warps`` sets how many :term:`warps <warp>` of 32 threads execute a program.
-#    Four warps are 128 threads, so each thread handles eight elements.
+#    launches the kernel. The :term:`grid` says how many programs run, here one for every 1,024
+#    elements, and ``num_warps`` says how many :term:`warps <warp>` of 32 threads execute each of
+#    them. Four warps are 128 threads, so each thread handles eight elements.
 #
-#    The operators put the kernel, the grid and every argument but the tensors into a ``Launch``,
-#    which makes the call ``kernel[grid](...)``. It also remembers the compiled kernel, so that
-#    Triton need not inspect every argument again the next time.
+#    The operators pack the kernel, the grid and every argument except the tensors into one
+#    object, which makes the call ``kernel[grid](...)``. It also remembers the compiled kernel, so
+#    that Triton need not inspect every argument again on the next call.
 
 # Folded: The host's functions _plan and _run
 lab.listing(
@@ -365,25 +369,26 @@ lab.listing(
 # Reading
 stored = half["stored mask"]
 lab.read(
-    f"`stored mask` reaches {stored:.0f} %. Its mask is a fifth byte beside four, and these bytes "
-    f"would allow {100 * 4 / 5:.0f} %."
+    f"`stored mask` reaches {stored:.0f} %. The mask adds a fifth byte to the four of a copy, so "
+    f"we would expect {100 * 4 / 5:.0f} %."
     + (
-        " The kernel does a little better: three of the five bytes are read, and memory can be "
-        "read faster than copied (first chapter)."
+        " The kernel does a little better, since three of its five bytes are reads, and memory can "
+        "be read faster than copied (first chapter)."
         if stored > 80.5
         else ""
     )
-    + " PyTorch's own kernel, which also draws the numbers and writes the mask, reaches "
-    f"{half['PyTorch']:.0f} %. So a stored mask costs time even when drawing it is not counted."
+    + " Even without the drawing, a stored mask costs time. PyTorch's own kernel, "
+    "which also draws the numbers and writes the mask, reaches "
+    f"{half['PyTorch']:.0f} %."
 )
 
 # %%
 # One number per call
 # -------------------
 #
-# Is drawing a number faster than loading a mask? In place of the mask's load, the second kernel has
-# ``keep = tl.rand(seed, offsets, N_ROUNDS) >= p``, which draws a number for each element in ten
-# rounds, as Triton's tutorial does.
+# Is drawing a number faster than loading a mask? Our second kernel replaces the load of the mask by
+# ``keep = tl.rand(seed, offsets, N_ROUNDS) >= p``. As in Triton's tutorial, it draws one number per
+# element, in ten rounds.
 
 # Folded: The kernel with one number per call whole
 lab.source(rand_dropout_kernel)
@@ -392,34 +397,34 @@ lab.source(rand_dropout_kernel)
 
 # Reading
 lab.read(
-    "It moves only the bytes of a copy, and yet reaches "
-    f"{half['one a call']:.0f} %. Arithmetic must now be the limit, because with one round in "
-    "place of ten the same kernel is about as fast as a copy (section “The cost of Philox”). "
-    "For every element `tl.rand` calls Philox, gets four numbers, and discards three."
+    "This kernel moves only the bytes of a copy, yet it reaches only "
+    f"{half['one a call']:.0f} %. The limit must now be arithmetic: with one round instead of ten, "
+    "the same kernel is about as fast as a copy (section “The cost of Philox”). "
+    "For every element, `tl.rand` calls Philox, gets four numbers, and throws three away."
 )
 
 # %%
 # Four numbers, seven rounds
 # --------------------------
 #
-# The third kernel uses all four numbers of a call. It takes ``threshold``, which is
-# :math:`p \cdot 2^{32}` rounded to an integer, and ``seed``, a number or a pointer to one that the
-# GPU has drawn, so that the :term:`host` need not wait to learn it.
+# Our third kernel uses all four numbers of each call. Its ``threshold`` is :math:`p \cdot 2^{32}`
+# rounded to an integer. Its ``seed`` is a number, or a pointer to one that the GPU has drawn, so
+# that the :term:`host` never has to wait for it.
 #
-# First it finds its place, and loads the seed if it is given a pointer:
+# Each program first finds its place and, if the seed is a pointer, loads the seed:
 
 lab.source(seeded_dropout_kernel, "place")
 
 # %%
-# Then it loads ``x``, drops elements, and stores the rest. Only the last block can extend past the
-# end, so it alone has a bounds mask, in a branch of its own:
+# Then it loads ``x``, drops elements, and stores the result. Only the last block can extend past
+# the end, so it alone gets a bounds mask, in a separate branch:
 
 lab.source(seeded_dropout_kernel, "load, drop, store")
 
 # %%
-# A bounds mask could slow the other blocks down, because under it a thread loads 16 bytes at once
-# only if the compiler can prove that their elements are inside or outside together, and all that it
-# knows about ``n_elements`` is whether 16 divides it.
+# A bounds mask could slow the other blocks down. It lets a thread load 16 bytes at once only if the
+# compiler can prove that their elements are all inside or all outside, and the compiler knows
+# nothing about ``n_elements`` except whether 16 divides it.
 
 # Measuring
 import triton  # after kernelbook, which decides how kernels run
@@ -506,16 +511,17 @@ masked = {(row["elements"], row["masked"]): row for row in masking.rows}
     for row in [masked.get(("2²⁸ - 3", which), {})]
 )
 lab.read(
-    "With three elements fewer than 2²⁸, in bfloat16, a bounds mask on every block leaves loads "
-    f"of {narrow} bytes and {odd_every:.0f} % of the speed of a copy. With one on the last block "
-    f"alone, loads have {wide} bytes, and the kernel reaches {odd_last:.0f} %."
+    "With three elements fewer than 2²⁸, in bfloat16, a kernel that masks every block loads "
+    f"{narrow} bytes at once and reaches {odd_every:.0f} % of the speed of a copy. With a mask on "
+    f"the last block alone, it loads {wide} and reaches {odd_last:.0f} %."
 )
 
 # %%
-# Both branches call ``_dropped``, which first draws. A block of ``BLOCK_SIZE`` elements needs only
-# a quarter as many counters, and ``tl.randint4x`` returns four blocks of numbers, ``r0`` to ``r3``.
-# We want the four numbers of counter 0, then those of counter 1, and so on. ``tl.interleave(a, b)``
-# alternates between the elements of two blocks, and three calls bring the numbers into this order:
+# Both branches call ``_dropped``, which begins by drawing. A block of ``BLOCK_SIZE`` elements needs
+# only a quarter as many counters, for which ``tl.randint4x`` returns four blocks of numbers, ``r0``
+# to ``r3``. We want the four numbers of counter 0 first, then those of counter 1, and so on. Since
+# ``tl.interleave(a, b)`` alternates between the elements of two blocks, three calls put the numbers
+# in this order:
 
 lab.source(_dropped, "draw")
 
@@ -526,12 +532,12 @@ lab.source(_dropped, "draw")
 #          r3 for each counter in order. The first eight numbers belong to thread 0 at every step,
 #          the other eight to thread 1.
 #
-# Element 5, for example, needs number 1 of counter 1: follow the box of ``r1`` with a 1 below it.
+# Element 5, for example, needs number 1 of counter 1: follow the box that shows ``r1`` above a 1.
 # No number moves from one thread to another, because a thread that loads 16 bytes at once holds
-# eight consecutive elements, and computes the numbers of their two counters itself.
+# eight consecutive elements and computes the numbers of their two counters itself.
 #
-# Last, it decides. The cast makes the comparison unsigned. ``tl.where`` drops infinite elements,
-# too, which a product with zero would turn into NaN.
+# Finally, ``_dropped`` decides. The cast makes the comparison unsigned, and ``tl.where`` drops even
+# infinite elements, which a multiplication by zero would turn into NaN:
 
 lab.source(_dropped, "decide")
 
@@ -541,9 +547,9 @@ lab.source(_dropped, "decide")
 lab.listing({"What the kernel calls": _dropped, "The kernel": seeded_dropout_kernel})
 
 # %%
-# Here is the whole ladder. ``one a call`` and ``four a call`` run ten rounds, and ``seven rounds``
-# is the third kernel with seven. ``Kernel Book`` is the public ``dropout``, which draws its seed
-# itself; the last two bars are of PyTorch's ``F.dropout``.
+# Here is the whole ladder. ``one a call`` and ``four a call`` are our second and third kernels with
+# ten rounds, and ``seven rounds`` is the third with seven. ``Kernel Book`` is the public
+# ``dropout``, which also draws its seed. The last two bars show PyTorch's ``F.dropout``.
 
 # Drawing
 lab.ladder(
@@ -570,14 +576,14 @@ lab.read(
         "With ten rounds, `four a call` is only about as fast as `stored mask`: the seed saves "
         "memory but no time."
         if abs(half["four a call"] - half["stored mask"]) < 4
-        else f"`four a call` reaches {half['four a call']:.0f} %, and `stored mask` "
-        f"{half['stored mask']:.0f} %."
+        else f"With ten rounds, `four a call` reaches {half['four a call']:.0f} %, against "
+        f"{half['stored mask']:.0f} % for `stored mask`."
     )
-    + " With `seven rounds` the same kernel reaches "
+    + " With seven, the same kernel reaches "
     f"{half['seven rounds']:.0f} % in float16 and {brain['seven rounds']:.0f} % in bfloat16. "
-    "Drawing the seed costs little, as `Kernel Book` shows."
+    "Drawing the seed costs little at this size, as `Kernel Book` shows."
     + (
-        " We have not looked into why `torch.compile` makes `F.dropout` slower."
+        " We have not investigated why `torch.compile` makes `F.dropout` slower."
         if half["torch.compile"] < 0.9 * half["PyTorch"]
         else ""
     )
@@ -587,10 +593,10 @@ lab.read(
 # The cost of Philox
 # ------------------
 #
-# Why are three fewer rounds worth so much? As long as memory is the limit, a further round costs
-# next to nothing, because some :term:`warps <warp>` compute while others wait for their bytes.
-# Where arithmetic takes longer than the bytes, every round adds time, and a curve leaves the line
-# of the copy.
+# Why are three fewer rounds worth so much? As long as memory is the limit, another round costs next
+# to nothing, because some :term:`warps <warp>` compute while others wait for their bytes. Once the
+# arithmetic takes longer than the bytes, every round adds time, and the curve falls away from the
+# line of the copy.
 
 
 # Measuring
@@ -639,32 +645,33 @@ slower = [
 lab.read(
     (
         "With four numbers per call, nearly all the arithmetic of seven rounds hides behind the "
-        f"bytes: seven rounds take only {max(longer, 0):.1f} % longer than four. "
+        f"bytes: the kernel takes only {max(longer, 0):.1f} % longer than with four rounds. "
         if longer < 5
-        else f"Seven rounds reach {100 * cost.share('four a call', rounds=7):.0f} % of a copy. "
+        else "With four numbers per call, seven rounds reach "
+        f"{100 * cost.share('four a call', rounds=7):.0f} % of the speed of a copy. "
     )
     + (
-        "From 10 rounds on arithmetic is the limit, and each further round costs "
+        "From 10 rounds on, arithmetic is the limit, and each further round takes "
         if cost.share("four a call", rounds=10) < 0.95
-        else "From 10 to 28 rounds, each further round costs "
+        else "From 10 to 28 rounds, each further round takes "
     )
-    + f"{slope['one a call'] / slope['four a call']:.1f} times as much time with one number per "
-    "call as with four, because a call then serves four elements."
+    + f"{slope['one a call'] / slope['four a call']:.1f} times as long with one number per call "
+    "as with four, because there are four times as many calls."
 )
 
 # %%
 
 # Reading
 lab.read(
-    "So the longer the bytes take, the more rounds are free. In float32, with twice as many bytes "
-    f"for the same arithmetic, even ten rounds reach {ten:.0f} %"
+    "The longer the bytes take, the more rounds are free. In float32, which moves twice as many "
+    f"bytes for the same arithmetic, even ten rounds reach {ten:.0f} %"
     + (
         f", as they do in float16 on {slower[0]}, which has slower memory."
         if slower
         else "."
     )
     if ten > 99
-    else f"In float32, with twice as many bytes, ten rounds reach {ten:.0f} %."
+    else f"In float32, which moves twice as many bytes, ten rounds reach {ten:.0f} %."
 )
 
 # %%
@@ -672,10 +679,10 @@ lab.read(
 #
 #    In the table, a :term:`register` holds 4 bytes for one thread, and a :term:`spill` is a value
 #    for which no register was left. The threads of a program exchange values through :term:`shared
-#    memory`, those of one warp also by :term:`shuffles <shuffle>`. The seeded kernel uses neither,
-#    so each thread indeed computes the numbers where they are needed. The masked kernel does use
-#    shared memory in float32, probably because a thread then loads four elements of ``x`` at once
-#    but eight of the mask, so that one of the two has to change threads.
+#    memory`; those of one warp can also use :term:`shuffles <shuffle>`. The seeded kernel uses
+#    neither, so each thread does compute the numbers where they are needed. In float32 the masked
+#    kernel uses shared memory, probably because a thread loads four elements of ``x`` at once but
+#    eight of the mask, so that one of the two has to move between threads.
 
 
 # Measuring
@@ -704,17 +711,17 @@ lab.facts(
 # Is it random enough?
 # --------------------
 #
-# Three fewer rounds are worth having only if the coin stays fair. With fewer rounds the mask may
-# keep too many elements, or too many of those that use, say, ``r2``. Or a toss may tell something
-# about a later one, or about the same element under a neighbouring seed. We turn each suspicion
-# into a score :math:`z`, the number of standard deviations from what a fair coin gives on average.
-# For a fair coin, :math:`|z|` exceeds 5 less than once in a million tests.
+# Three fewer rounds are worth having only if the coin stays fair. With fewer rounds, the mask may
+# keep too many elements, or too many of those that use, say, ``r2``. A toss may also reveal
+# something about a later one, or about the same element under a neighbouring seed. We turn each
+# suspicion into a score :math:`z`, the number of standard deviations from the average of a fair
+# coin, for which :math:`|z|` exceeds 5 in fewer than one test in a million.
 #
 # .. dropdown:: How a score is computed
 #
-#    A toss is 1 where the element is kept and 0 where it is dropped. We subtract the mean :math:`1
-#    - p`, sum the tosses or the products of pairs, and divide by the standard deviation that this
-#    sum has for a fair coin.
+#    A toss is 1 if the element is kept and 0 if it is dropped. We subtract the mean, :math:`1 - p`,
+#    sum the tosses or the products of pairs, and divide by the standard deviation that this sum has
+#    for a fair coin.
 
 
 # Measuring
@@ -765,8 +772,8 @@ lab.table(rows, f"The mask as a coin, {n:,} tosses, run now")
 
 # %%
 # Philox's authors report that 7 rounds pass all of BigCrush, the hardest suite of the test library
-# TestU01, and recommend 10 for a margin (Salmon et al., 2011); ``tl.rand`` runs 10. We run our own
-# tests with each number of rounds, on :math:`2^{28}` tosses.
+# TestU01, and recommend 10 for a safety margin (Salmon et al., 2011); ``tl.rand`` runs 10. We run
+# our own tests with 1 to 10 rounds, on :math:`2^{28}` tosses each.
 
 
 def rounds_experiment():
@@ -855,23 +862,23 @@ counted = max(
     four_rounds.get(test, nan) for test in ("keep rate", "each of the 4 numbers")
 )
 lab.read(
-    "The eye is content with four rounds"
-    + (", and so are the tests that only count" if counted < 5 else "")
+    "Four rounds satisfy the eye"
+    + (" and the tests that only count kept elements" if counted < 5 else "")
     + ". But the masks of neighbouring seeds are still related, with |z| = "
-    f"{four_rounds.get('neighbouring seeds', nan):,.0f}. From {fewest} rounds on none of our tests "
-    "can tell the mask from fair coins. Our tests are few, so the kernel goes by BigCrush and runs "
-    "7."
+    f"{four_rounds.get('neighbouring seeds', nan):,.0f}. From {fewest} rounds on, none of our "
+    "tests can tell the mask from a fair coin. Since our tests are few, we rely on BigCrush, and "
+    "the kernel runs 7."
 )
 
 # %%
 # The backward pass
 # -----------------
 #
-# One kernel serves both passes, so autograd has to remember a seed instead of a mask:
+# Since one kernel serves both passes, autograd remembers a seed instead of a mask:
 
 
 def launch(x, p, seed):
-    x = x.contiguous()  # the gradient of y.sum() is one number with strides of 0
+    x = x.contiguous()  # the gradient of y.sum() is one number, with strides of 0
     y, n = torch.empty_like(x), x.numel()
     grid = (runtime.cdiv(n, 1024),)
     numbers = min(round(p * 2**32), 2**32 - 1), 1 / (1 - p)
@@ -955,21 +962,21 @@ back = {
     for name in ("PyTorch", "Kernel Book")
 }
 lab.read(
-    "The operator does the same, and its backward pass reaches "
-    f"{back['Kernel Book']:.0f} % of the speed of a copy in float16. PyTorch's reads the stored "
-    f"mask, 5 bytes instead of 4, and reaches {back['PyTorch']:.0f} %. So the seed saves time "
-    "here, too."
+    "Our operator works the same way, and in float16 its backward pass reaches "
+    f"{back['Kernel Book']:.0f} % of the speed of a copy. PyTorch's must also read the stored "
+    f"mask, 5 bytes instead of 4, and reaches {back['PyTorch']:.0f} %. The seed saves "
+    "time in this pass, too."
 )
 
 # %%
 # Checkpointing
 # -------------
 #
-# Activation :term:`checkpointing` saves memory: it throws activations away and computes them again
-# in the backward pass. Dropout must then drop the same elements both times, or the gradient belongs
-# to another network. For the second run ``torch.utils.checkpoint`` therefore restores the state of
-# PyTorch's random number generators, from which ``dropout`` draws its seed, unless it is told not
-# to (``preserve_rng_state=False``).
+# Activation :term:`checkpointing` saves memory by throwing activations away and computing them
+# again in the backward pass. Dropout must then drop the same elements both times, or the gradient
+# belongs to a different network. Before the second run, ``torch.utils.checkpoint`` therefore
+# restores the state of PyTorch's random number generators, from which ``dropout`` draws its seed,
+# unless we tell it not to (``preserve_rng_state=False``).
 
 from torch.utils.checkpoint import checkpoint
 
@@ -1001,16 +1008,16 @@ for name, operator in {
 lab.table(rows, "Do both runs use the same mask?")
 
 # %%
-# Without the state restored, the second run uses another mask, so the gradient is wrong, and no
-# error is raised. A seed that is passed by hand is the same in both runs, but has to be drawn anew
-# for every step.
+# If the state is not restored, the second run uses a different mask: the gradient is wrong, and no
+# error is raised. A seed passed by hand is the same in both runs, but you must draw a new one for
+# every step.
 
 # %%
 # Is it right?
 # ------------
 #
-# The truth is computed in float64, with a Philox in plain PyTorch that shares no code with the
-# kernel. Our error may be at most twice PyTorch's, or one :term:`ulp` if that is more.
+# We compute the truth in float64, with a Philox in plain PyTorch that shares no code with the
+# kernel. Our error may be at most twice PyTorch's, or one :term:`ulp` if that is larger.
 
 
 def cases():
@@ -1032,8 +1039,8 @@ def cases():
 lab.check("seeded_dropout", cases())
 
 # %%
-# The mask must depend on the seed and the index alone, or tuning the block size would change the
-# network that is trained.
+# The mask must depend on the seed and the index alone; otherwise, tuning the block size would
+# change the network that we train.
 
 # %%
 
@@ -1070,16 +1077,16 @@ lab.table(rows, "One seed, one mask")
 # Reading
 *others, last_way = same
 lab.read(
-    f"A matrix gets the same mask if it is passed {', '.join(others)}, or is processed {last_way} "
-    "instead of 1,024."
+    f"A matrix keeps its mask when we pass it {', '.join(others[:-1])} or {others[-1]}, and when "
+    f"the kernel processes it {last_way} instead of 1,024."
 )
 
 # %%
 # Small inputs
 # ------------
 #
-# Is the seed as good for small inputs? There neither bytes nor arithmetic sets the time, because a
-# kernel and the two events that time it take some microseconds however little the kernel does.
+# Does the seed pay off for small inputs, too? Neither bytes nor arithmetic sets their time: a
+# kernel and the two events that time it take a few microseconds, however little the kernel does.
 
 sizes = lab.bench(
     "sizes",
@@ -1159,18 +1166,18 @@ def in_units(n):
 one_launch = ""
 if behind := ahead("PyTorch"):
     one_launch = (
-        f"Up to {in_units(max(behind))} elements PyTorch's operator is faster, by "
-        f"{max(behind.values()):.1f} µs at most. "
+        f"Up to {in_units(max(behind))} elements, PyTorch's operator is faster, by at most "
+        f"{max(behind.values()):.1f} µs. "
     )
 if behind := ahead("torch.compile"):
     one_launch += (
-        f"So is `torch.compile` up to {in_units(max(behind))}, by "
-        f"{max(behind.values()):.1f} µs at most. "
+        f"`torch.compile` is faster up to {in_units(max(behind))}, by at most "
+        f"{max(behind.values()):.1f} µs. "
     )
 lab.read(
-    f"At 16Ki elements our operator takes {small:.1f} µs, where moving the bytes would take "
-    f"{bytes_time:.2f}. It has two launches, one that draws the seed and one of the kernel. "
-    f"{one_launch}With a seed of your own you save the first launch"
+    f"At 16Ki elements, our operator takes {small:.1f} µs, although moving the bytes would take "
+    f"only {bytes_time:.2f}. It launches two kernels: one draws the seed, the other is ours. "
+    f"{one_launch}If you pass your own seed, you save the first launch"
     + (
         ", and `seven rounds` is as fast as a copy."
         if given < 1.01 * copied
@@ -1201,18 +1208,18 @@ timed_there = (results.find("measuring") or {"tables": {}})["tables"].get(
 )
 elsewhere_took = dict(timed_there["rows"]).get("dropout, drawing a seed", nan)
 in_another_run = (
-    f" The chapter on measuring found {elsewhere_took:.0f} µs for the same forward call; both "
+    f" The chapter on measuring found {elsewhere_took:.0f} µs for the same forward call, also "
     "without gradients. Compare host times only within one run."
     if elsewhere_took > 1.1 * one_way[0]
     else ""
 )
 lab.read(
-    "The host needs longer still: a forward call on 64Ki elements keeps it busy for "
+    "The host takes longer still: a forward call on 64Ki elements keeps it busy for "
     f"{one_way[0]:.0f} µs with our operator, whose host code is Python, and for {one_way[1]:.0f} "
-    "with PyTorch's, whose is C++. For small inputs PyTorch is the better choice."
+    "µs with PyTorch's, written in C++. For small inputs, PyTorch is the better choice."
     if one_way[0] > max(one_way[1], small)
     else f"A forward call on 64Ki elements keeps the host busy for {one_way[0]:.0f} µs with our "
-    f"operator and for {one_way[1]:.0f} with PyTorch's."
+    f"operator and for {one_way[1]:.0f} µs with PyTorch's."
 )
 
 # %%
@@ -1224,10 +1231,10 @@ lab.read(in_another_run.strip()) if in_another_run else None
 # What breaks it
 # --------------
 #
-# A number reveals each of these mistakes.
+# Each of these mistakes shows up in a number.
 #
 # **The program's number is forgotten.** If the counter starts at zero in every program, every block
-# gets the same mask. We imitate the mistake by repeating one block.
+# gets the same mask. We imitate this by repeating one block's mask.
 
 block = 2048
 right = seeded_dropout(torch.ones(256 * block, device=runtime.DEVICE), 0.5, seed=3) != 0
@@ -1245,14 +1252,14 @@ apart_by_one = {
 }
 assert abs(keeps - 0.5) < 2 * deviation
 lab.read(
-    f"The wrong mask looks harmless, because it keeps {keeps:.3f} of the elements, and the right "
-    f"one {right.float().mean():.3f}. A test of pairs one block apart finds the copies, with |z| = "
-    f"{abs(apart_by_one['wrong']):.0f} instead of {abs(apart_by_one['right']):.1f}."
+    f"The wrong mask looks harmless: it keeps {keeps:.3f} of the elements, and the right one "
+    f"{right.float().mean():.3f}. But a test of pairs one block apart exposes the copies, with "
+    f"|z| = {abs(apart_by_one['wrong']):.0f} instead of {abs(apart_by_one['right']):.1f}."
 )
 
 # %%
 # **Two layers share a seed.** If their shapes agree, the second layer keeps every element that the
-# first has kept, and so drops nothing.
+# first one kept, and drops nothing more.
 
 x = torch.ones(2**16, device=runtime.DEVICE)
 shared = seeded_dropout(seeded_dropout(x, 0.5, seed=1), 0.5, seed=1)
@@ -1263,14 +1270,14 @@ apart = seeded_dropout(seeded_dropout(x, 0.5, seed=1), 0.5, seed=2)
 # Reading
 kept_shared, kept_apart = ((y != 0).float().mean() for y in (shared, apart))
 lab.read(
-    f"With p = 0.5 a quarter should survive both layers. With two seeds {kept_apart:.3f} do, and "
-    f"with one {kept_shared:.3f}: the second layer did nothing but scale."
+    f"With p = 0.5, a quarter should survive both layers. With two seeds, {kept_apart:.3f} do; "
+    f"with one, {kept_shared:.3f}, since the second layer does nothing but scale."
 )
 
 # %%
-# **The offset has 32 bits.** A program's number times the block size, in int32, is negative from
+# **The offset has 32 bits.** In int32, a program's number times the block size turns negative from
 # element :math:`2^{31}` on, and the bounds mask lets it pass. On a GPU the kernel then crashes at
-# best, and at worst overwrites the memory of another tensor.
+# best; at worst, it overwrites another tensor.
 
 program = torch.tensor(2**31 // block, dtype=torch.int32)
 starts = {"int32": program * block, "int64": program.long() * block}
@@ -1279,24 +1286,24 @@ starts = {"int32": program * block, "int64": program.long() * block}
 
 # Reading
 lab.read(
-    f"Program {program.item():,} should begin at element {starts['int64'].item():,}, and in int32 "
-    f"begins at {starts['int32'].item():,}."
+    f"Program {program.item():,} should begin at element {starts['int64'].item():,}, but in int32 "
+    f"it begins at {starts['int32'].item():,}."
 )
 
 # %%
 # In short
 # --------
 #
-# Dropout need not store its tosses, because a mask that is a function of seed and index can be
-# computed again, any part of it by any thread. The seed saves the memory. Four elements per call
-# and seven rounds save the time, because memory then stays the limit.
+# Dropout need not store its tosses: if the mask is a function of seed and index, any thread can
+# recompute any part of it. The seed saves the memory. Four elements per call and seven rounds save
+# the time, because memory then remains the limit.
 #
 # Exercises
 # ---------
 #
-# **1. One seed per row.** Give each row of a matrix a seed of its own, so that a row keeps its mask
-# wherever it stands in the batch. Use a grid of rows and blocks of columns, which
-# ``tl.program_id(1)`` counts. Test it by moving a row.
+# **1. One seed per row.** Give each row of a matrix its own seed, so that it keeps its mask
+# wherever it stands in the batch. Use a grid of rows and blocks of columns; ``tl.program_id(1)``
+# numbers the blocks. Test the kernel by moving a row.
 
 # %%
 
@@ -1343,8 +1350,8 @@ lab.check("A seed a row", [lab.Case("(5, 1000)", "forward", y, truth.float(), tr
 
 # %%
 # **2. Any stride, no copy.** ``seeded_dropout`` copies an input that is not contiguous. Write a
-# kernel that takes the two :term:`strides <stride>` of a matrix instead, with the same mask. Since
-# a row may begin in the middle of a group of four, call Philox once per element.
+# kernel that takes the two :term:`strides <stride>` of a matrix instead and draws the same mask.
+# Since a row may begin in the middle of a group of four, call Philox once per element.
 
 # %%
 
@@ -1394,9 +1401,10 @@ lab.check(
 
 # %%
 # **3. A random projection that is never stored.** A random matrix :math:`R` of shape (d, k) maps
-# points of d dimensions to k and nearly preserves their distances (Johnson–Lindenstrauss). Its
+# points from d dimensions to k and nearly preserves their distances (Johnson–Lindenstrauss). Its
 # entries may be :math:`\pm\sqrt{s / k}` with probability :math:`1 / (2s)` each, and zero otherwise.
-# Write :math:`x R` such that each entry of :math:`R` is drawn where it is used, by ``tl.randint``.
+# Write a kernel for :math:`x R` that draws each entry of :math:`R` where it is used, with
+# ``tl.randint``.
 
 # %%
 
@@ -1459,8 +1467,8 @@ lab.table(
     [{"distances": "smallest", "after / before": f"{kept.min():.3f}"}]
     + [{"distances": "largest", "after / before": f"{kept.max():.3f}"}]
     + [{"distances": "typical error", "after / before": f"{(2 * k) ** -0.5:.3f}"}],
-    "Distances between four points, after the projection over before; the typical error is one "
-    "part in the square root of 2k",
+    "Distances between four points, after the projection divided by before; the typical error is "
+    "one part in the square root of 2k",
 )
 
 # %%

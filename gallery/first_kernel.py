@@ -2,17 +2,17 @@
 Your first kernel
 =================
 
-PyTorch computes the weighted sum of the rows of a matrix, ``(x * w).sum(-1)``, in two operations
-that move three times as many bytes as they must. *How do you write a GPU kernel that reads the
+PyTorch computes a weighted sum of each row of a matrix, ``(x * w).sum(-1)``, in two operations that
+together move three times as many bytes as necessary. *How do you write a GPU kernel that reads the
 matrix once, and another for its gradient?*
 
 You will learn
 
-- how a kernel divides work among its programs: blocks, offsets, masks, strides;
-- how to write its backward pass, and turn the two into a PyTorch operation;
-- what sets its speed, and what a finished operator adds to a first kernel.
+- how a kernel divides its work among programs: blocks, offsets, masks, strides;
+- how to write the backward pass, and turn both passes into a PyTorch operation;
+- how memory limits the speed, and what a finished operator adds to a first kernel.
 
-You need no GPU: small examples run in Triton's :term:`interpreter`, and a GPU's results are
+You need no GPU: small examples run in Triton's :term:`interpreter`, and results from a GPU are
 replayed.
 """
 
@@ -50,8 +50,8 @@ lab.start("first_kernel", "kernelbook.ops.weighted_sum")
 # The problem in PyTorch
 # ~~~~~~~~~~~~~~~~~~~~~~
 #
-# Each row of ``x`` is multiplied by the same weights ``w`` and added up, as in a linear layer with
-# one output: :math:`y_i = \sum_j x_{ij} w_j`.
+# We multiply each row of ``x`` by the weights ``w`` and add up the products, as in a linear layer
+# with one output: :math:`y_i = \sum_j x_{ij} w_j`.
 
 import torch
 
@@ -63,18 +63,18 @@ def simple_weighted_sum(x, w):
 
 
 # %%
-# PyTorch runs one :term:`kernel`, a function on the GPU, for each operation. The multiplication
-# reads ``x`` and writes a product as large as ``x``, and the sum reads that product again, all
-# through :term:`HBM`, the main memory of the GPU: with 16-bit numbers, 6 bytes per element. Only
-# the 2 bytes of reading ``x`` are necessary, so one kernel could be three times as fast. The bars
-# show more, because PyTorch's multiplication is also slower than a copy.
+# For each operation, PyTorch launches one :term:`kernel`, a function that runs on the GPU. The
+# multiplication reads ``x`` and writes a product as large as ``x``, which the sum then reads again.
+# All of this passes through :term:`HBM`, the GPU's main memory: 6 bytes per element with 16-bit
+# numbers. Only the 2 bytes that read ``x`` are necessary, so one kernel could be three times as
+# fast. The bars show a larger gap, because PyTorch's multiplication is also slower than a copy.
 #
 # Ten numbers in blocks of four
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# A Triton kernel is a Python function with the decorator ``@triton.jit``. The GPU runs many
-# instances of it at once, called :term:`programs <program>`, and each works on a :term:`block` of
-# elements. This one doubles ten numbers:
+# A Triton kernel is a Python function decorated with ``@triton.jit``. The GPU runs many instances
+# of it at once, called :term:`programs <program>`, each working on a :term:`block` of elements.
+# This kernel doubles ten numbers:
 
 import triton  # after kernelbook, which chooses the interpreter where there is no GPU
 import triton.language as tl
@@ -94,8 +94,8 @@ double_kernel[(3,)](x, y, 10, BLOCK_SIZE=4)
 print(y.tolist())
 
 # %%
-# The :term:`grid` ``(3,)`` asks for three programs, because three blocks of four cover ten
-# elements. They differ only in ``tl.program_id(0)``, the number of the program.
+# The :term:`grid` ``(3,)`` asks for three programs, since three blocks of four cover ten elements.
+# The programs differ only in their number, ``tl.program_id(0)``.
 #
 # .. image:: /figures/first-kernel-blocks.svg
 #    :alt: Ten squares named x[0] to x[9] in three frames, program 0 to program 2, of four squares
@@ -103,8 +103,8 @@ print(y.tolist())
 #          masked, because they are past the end.
 #
 # A tensor arrives in the kernel as a :term:`pointer`, the address of its first element, without its
-# length, so we pass ``n``. A pointer plus a block of offsets is a block of addresses, from which
-# ``tl.load`` reads and to which ``tl.store`` writes.
+# length, which is why we pass ``n``. A pointer plus a block of offsets is a block of addresses,
+# which ``tl.load`` reads from and ``tl.store`` writes to.
 
 
 # Measuring
@@ -136,12 +136,12 @@ lab.table(
         }
         for program in range(3)
     ],
-    "Three programs, their offsets, and the addresses that these mean",
+    "Three programs, their offsets, and the addresses to which these lead",
 )
 
 # %%
-# The :term:`mask` ``offsets < n`` leaves out offsets 10 and 11. To see what it prevents, we put two
-# more numbers behind ``x``, and behind ``y`` two that belong to something else, both ``-1``:
+# The :term:`mask` ``offsets < n`` leaves out offsets 10 and 11. To see what it prevents, we place
+# two more numbers after ``x``, and after ``y`` two that belong to something else, both ``-1``:
 
 
 @triton.jit
@@ -189,20 +189,21 @@ on_gpu = {
 kept, lost = (on_gpu.get(name, float("nan")) for name in ("with mask", "without"))
 same = (kept, lost) == ("[-1.0, -1.0]", "[20.0, 22.0]")
 lab.read(
-    "**Without its mask the kernel has written over the neighbours of `y`, and nothing reports "
+    "**Without its mask, the kernel has overwritten the neighbours of `y`, and nothing reports "
     "it.** "
     + (
-        "A GPU did the same, "
+        "The same happened on a GPU"
         if same
-        else f"On a GPU they became {lost}, and {kept} with the mask, "
+        else f"On a GPU they became {lost}, and {kept} with the mask"
     )
-    + "because it usually reports only addresses outside all memory of the process."
+    + ": the hardware usually reports only addresses outside all of the process's memory."
 )
 
 # %%
-# Where a mask is false, a load gives an undefined value, unless ``other=0.0`` names one. A block of
-# ten would need no mask, but Triton refuses it. **The size of a block must be a power of two, known
-# when the kernel is compiled** (``tl.constexpr``); *Programs, warps, threads* says why.
+# Where the mask is false, a load returns an undefined value, unless ``other=0.0`` supplies one. A
+# block of ten would need no mask, but Triton refuses it: **the size of a block must be a power of
+# two, known when the kernel is compiled** (``tl.constexpr``). *Programs, warps, threads* explains
+# why.
 
 # %%
 
@@ -241,11 +242,11 @@ except Exception as error:
 
 compiled_kernels = lab.measure("Which launches share a compiled kernel", variants)
 WHY = {
-    "n = 1001": "nothing of n has changed that Triton looks at",
+    "n = 1001": "nothing that Triton checks about n has changed",
     "n = 1008, which 16 divides": "neighbours are inside or outside together, so one wide load can "
-    "serve them",
+    "fetch them",
     "n = 1": "a multiplication by it can be left out",
-    "blocks of 512": "the size is a constant",
+    "blocks of 512": "the size is a constant in the compiled kernel",
     "float16": "the dtype of a pointer is part of its type",
 }
 lab.table(
@@ -254,24 +255,24 @@ lab.table(
 )
 
 # %%
-# You can solve puzzles 1 to 3 now.
+# You can now solve puzzles 1 to 3.
 #
 # Two dimensions
 # ~~~~~~~~~~~~~~
 #
-# ``x`` is a matrix, but memory is one long line. A matrix of 5 rows and 6 columns lies in it row by
+# ``x`` is a matrix, but memory is one long line. A matrix of 5 rows and 6 columns is stored row by
 # row, so element :math:`(i, j)` is at offset :math:`6 i + j`. The step from one row to the next,
 # here 6, is the :term:`stride` of the rows.
 #
-# As in PyTorch, ``[:, None]`` makes a block a column and ``[None, :]`` a row, and their sum holds
-# every combination. The block has eight columns, because six is not a power of two:
+# As in PyTorch, ``[:, None]`` turns a block into a column and ``[None, :]`` into a row, and the two
+# added hold every combination. The block has eight columns, since six is not a power of two:
 #
 # .. image:: /figures/first-kernel-broadcast.svg
 #    :alt: A column with 0 and 6, which is rows times the stride, plus a row with 0 to 7, the
 #          columns, gives two rows of eight offsets: 0 to 7 and 6 to 13. Columns 6 and 7 are marked
 #          as masked, because they are past the end.
 #
-# Without the mask, row 0 would also add 6 and 7, the first two numbers of row 1. With it they are
+# Without the mask, row 0 would also add 6 and 7, the first two numbers of row 1. With it, both are
 # loaded as 0:
 
 
@@ -312,12 +313,12 @@ print(sum_rows(x, w).tolist())
 print(simple_weighted_sum(x, w).tolist())
 
 # %%
-# ``tl.sum(..., axis=1)`` is a :term:`reduction`: it adds the columns of each row, in float32,
-# because a sum in 16 bits loses digits early.
+# ``tl.sum(..., axis=1)`` is a :term:`reduction`: it adds up the columns of each row, in float32,
+# because a sum in 16 bits soon loses digits.
 #
 # **Strides.** A transposed matrix is the same memory with its strides exchanged, so a kernel that
-# takes both strides reads it without a copy. If we pass the usual strides instead, 6 and 1, the
-# sums are wrong, and no error is raised:
+# takes both strides can read it without a copy. If we pass the usual strides instead, 6 and 1, the
+# sums are wrong and no error is raised:
 
 tall = torch.arange(30.0, device=runtime.DEVICE).view(6, 5)  # strides (5, 1)
 turned = tall.t()  # strides (1, 5)
@@ -328,15 +329,15 @@ print("its own strides:", sum_rows(turned, w).tolist())
 print("wrong strides:  ", assumed.tolist())
 
 # %%
-# The wrong sums are those of the matrix above: the kernel has read memory row by row. You can
-# solve puzzles 4 to 7 now.
+# The wrong sums are those of the earlier matrix: the kernel has read the memory row by row. You can
+# now solve puzzles 4 to 7.
 #
 # What programs must not share
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# To train, PyTorch needs gradients as well. Let :math:`L` be the loss and :math:`dy_i` its
-# derivative with respect to :math:`y_i`. Each :math:`x_{ij}` enters one sum, each :math:`w_j` the
-# sums of all rows:
+# For training, PyTorch also needs gradients. Let :math:`L` be the loss and :math:`dy_i` its
+# derivative with respect to :math:`y_i`. Each :math:`x_{ij}` contributes to one sum, but each
+# :math:`w_j` to the sums of all rows:
 #
 # .. math::
 #
@@ -345,8 +346,8 @@ print("wrong strides:  ", assumed.tolist())
 #    dw_j &= \sum_i \frac{\partial L}{\partial y_i} \frac{\partial y_i}{\partial w_j}
 #          = \sum_i dy_i \, x_{ij}
 #
-# So all programs add to the same :math:`dw`. Here are three attempts, each the last line of a
-# kernel; ``sums`` are the sums of a program's own rows:
+# Every program therefore contributes to the same :math:`dw`. Here are three attempts, each the last
+# line of a kernel in which ``sums`` holds the sums over the program's own rows:
 #
 # .. code-block:: python
 #
@@ -354,7 +355,7 @@ print("wrong strides:  ", assumed.tolist())
 #    tl.atomic_add(dw_ptr + cols, sums)  # atomic addition
 #    tl.store(parts_ptr + program * n_cols + cols, sums)  # partial sums
 #
-# Programs run in no fixed order, and many at once, so the first attempt can lose an addition:
+# Since programs run in no fixed order, and many at once, the first attempt can lose an addition:
 
 # %%
 
@@ -395,7 +396,7 @@ def lost_addition(axes):
 
 
 lab.sketch(
-    "Two programs add 1 to the same number, which is 5",
+    "Two programs each add 1 to the same number, initially 5",
     "Two orders in time. If program 0 loads 5 and stores 6 before program 1 loads 6 and stores 7, "
     "the result is 7, which is right. If both load 5 before either stores, both store 6, and one "
     "addition is lost.",
@@ -404,9 +405,9 @@ lab.sketch(
 )
 
 # %%
-# An :term:`atomic` addition does all three steps as one, uninterrupted. With :term:`partial sums`,
-# each program has a row of its own, and a second launch, which begins when the first has ended,
-# adds up the rows.
+# An :term:`atomic` addition performs all three steps without interruption. With :term:`partial
+# sums`, each program writes to its own row, and a second launch, which begins once the first has
+# ended, adds up the rows.
 
 # %%
 
@@ -522,8 +523,8 @@ lab.table(
         }
         for row in shared_sums.rows
     ],
-    "65,536 rows of 1,024 in float32 on a GPU, in blocks of 64 × 64, timed with zeroing or the "
-    "second launch",
+    "65,536 rows of 1,024 in float32 on a GPU, in blocks of 64 × 64; times include zeroing or "
+    "the second launch",
 )
 
 # %%
@@ -541,24 +542,24 @@ assert not way or max(rounded) < 1e-5
 assert not way or of_way("partial sums", "of 19 runs, equal to the first") == 19
 price = of_way("partial sums", "µs") / of_way("atomic addition", "µs") - 1
 lab.read(
-    "**The first attempt is right in the interpreter,** which runs one program after the other, "
-    "**and wrong on the GPU.** Atomics add in the order in which programs arrive, and rounding "
-    "depends on it. **We take partial sums,** whose order is fixed, "
+    "**The first attempt is right in the interpreter,** which runs one program after another, "
+    "**but wrong on the GPU.** Atomic additions happen in the order in which programs arrive, and "
+    "rounding depends on it. **We choose partial sums:** their order is fixed, "
     + (
-        f"although they take {100 * price:.0f} % more time "
+        f"at the price of {100 * price:.0f} % more time "
         if price > 0.02
-        else f"and which take {-100 * price:.0f} % less time "
+        else f"and they take {-100 * price:.0f} % less time "
         if price < -0.02
-        else "and which take no more time "
+        else "and they take no more time "
     )
-    + "where each adds up 64 rows of `x`; with only two they cost far more (point 4)."
+    + "when each program adds up 64 rows of `x`. With only two, they cost far more (point 4)."
 )
 
 # %%
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    Within one launch, what one program writes no other program may read or write, unless both use
+#    Within one launch, no program may read or write what another program writes, unless both use
 #    atomic operations.
 
 # %%
@@ -570,34 +571,34 @@ in_place_kernel[(3,)](ones, ones, 10, BLOCK_SIZE=4)
 lab.together(
     lab.listing(
         {
-            "This kernel adds to each number the one before it. Launched with y = x, program 1 "
-            "loads element 3, which program 0 overwrites": in_place_kernel
+            "This kernel adds to each number the one before it. When we launch it with y = x, "
+            "program 1 loads element 3, which program 0 overwrites": in_place_kernel
         }
     ),
     lab.read(
         (
-            "In the interpreter programs run in order, and ten ones become "
+            "In the interpreter, programs run in order and ten ones become "
             f"`{[int(one) for one in ones.tolist()]}`: the first number of each later block is 3 "
-            "and not 2. "
+            "instead of 2. "
             if runtime.INTERPRETED
             else ""
         )
-        + f"On a GPU chance decides: of {2**20:,} ones in blocks of 256, "
+        + f"On a GPU, chance decides: of {2**20:,} ones in blocks of 256, "
         f"{min(wrong, default=nan)} to {max(wrong, default=nan)} came out wrong in each of five "
         "launches, and nothing reported an error. **A check of a few of these numbers would most "
-        "likely miss the race.** We did not record where the wrong numbers stood. Within a block "
-        "the threads of one program can race in the same way, because they do not all run in step."
+        "likely miss the race.** We did not record where the wrong numbers stood. The threads of "
+        "one program can race in the same way within a block, since they do not all run in step."
     ),
 )
 
 # %%
-# You can solve puzzles 8 and 9 now.
+# You can now solve puzzles 8 and 9.
 #
 # The gradient
 # ~~~~~~~~~~~~
 #
-# One kernel computes both gradients and reads ``x`` once: each program stores a block of
-# :math:`dx`, and a row of partial sums of :math:`dw`, here with ones for ``dy``:
+# One kernel computes both gradients and reads ``x`` once. Each program stores a block of :math:`dx`
+# and one row of partial sums of :math:`dw`. Here every ``dy`` is 1:
 #
 # .. image:: /figures/first-kernel-parts.svg
 #    :alt: The matrix x of 5 rows and 6 columns, which holds 0 to 29. Program 0 has rows 0 and 1,
@@ -605,7 +606,7 @@ lab.together(
 #          own row of parts: 6 8 10 12 14 16, 30 32 34 36 38 40 and 24 25 26 27 28 29. The second
 #          launch adds these three rows to dw: 60 65 70 75 80 85.
 #
-# The kernel has the blocks of ``rows_kernel``, and sums along ``axis=0``, over their rows:
+# The kernel uses the same blocks as ``rows_kernel``, but sums over their rows, along ``axis=0``:
 
 
 @triton.jit
@@ -650,11 +651,11 @@ print(dw.tolist())
 
 # %%
 # The second launch needs no new kernel: ``parts.t()`` has a row for each column of ``x``, and
-# ``rows_kernel`` sums that row with weights of 1. Its block holds such rows whole, so Triton
-# refuses more than 1,048,576 rows of ``x``; point 4 lifts this limit.
+# ``rows_kernel`` sums that row with weights of 1. Its block must hold the whole row, so Triton
+# refuses an ``x`` of more than 1,048,576 rows; point 4 lifts this limit.
 #
-# Into PyTorch
-# ~~~~~~~~~~~~
+# A PyTorch operation
+# ~~~~~~~~~~~~~~~~~~~
 #
 # A ``torch.autograd.Function`` tells autograd how to compute a result and its gradients:
 
@@ -672,9 +673,9 @@ class WeightedSum(torch.autograd.Function):
 
 
 # %%
-# Our backward kernel takes no strides, so ``contiguous()`` first copies what is not stored row by
-# row, such as the ``dy`` of stride 0 that ``y.sum().backward()`` passes. ``gradcheck`` compares the
-# gradients with the change that a step ``eps`` in each element makes:
+# Our backward kernel takes no strides, so ``contiguous()`` first copies any tensor not stored row
+# by row, such as the ``dy`` of stride 0 that ``y.sum().backward()`` passes. ``gradcheck`` moves
+# each element by a step ``eps`` and compares the change in the result with our gradients:
 
 x = torch.randn(5, 6, device=runtime.DEVICE, requires_grad=True)
 w = torch.randn(6, device=runtime.DEVICE, requires_grad=True)
@@ -688,8 +689,7 @@ print(torch.autograd.gradcheck(WeightedSum.apply, (x, w), **steps))
 # What breaks it
 # ~~~~~~~~~~~~~~
 #
-# The class gives wrong sums, and no error, where the numbers of ``w`` are not adjacent
-# in memory:
+# The class silently returns wrong sums when the numbers of ``w`` are not adjacent in memory:
 
 x = torch.arange(30.0, device=runtime.DEVICE).view(5, 6)
 v = torch.arange(12.0, device=runtime.DEVICE)
@@ -698,8 +698,8 @@ print("right:", simple_weighted_sum(x, w).tolist())
 print("wrong:", WeightedSum.apply(x, w).tolist())
 
 # %%
-# The kernel took the first six numbers of ``v``, 0 to 5, for the weights. One line at the head of
-# ``forward`` mends it: ``w = w.contiguous()``.
+# The kernel took the first six numbers of ``v``, 0 to 5, for the weights. One line at the top of
+# ``forward`` fixes this: ``w = w.contiguous()``.
 
 # %%
 
@@ -744,14 +744,14 @@ lab.table(
 )
 
 # %%
-# Your kernels make the second mistake if ``x`` has more than 2³¹ elements, and
-# ``tl.program_id(0).to(tl.int64)`` mends ``rows``; with a large stride, ``cols`` needs the same.
+# Your kernels make the second mistake when ``x`` has more than 2³¹ elements;
+# ``tl.program_id(0).to(tl.int64)`` fixes ``rows``, and with a large stride ``cols`` needs it too.
 
 # %%
 
 # Folded: Why 16 and 32 bits are too few, and how to find a mistake in the interpreter
-print("Set TRITON_INTERPRET=1. Then breakpoint() stops inside a kernel, where you")
-print('can step through it, and print("x", x) shows a block. Each of three programs')
+print("With TRITON_INTERPRET=1, breakpoint() stops inside a kernel, so that you can")
+print('step through it, and print("x", x) shows a block. Here each of three programs')
 print("prints its own:")
 numbers = torch.arange(10.0, device=runtime.DEVICE) / 2
 if runtime.INTERPRETED:
@@ -764,10 +764,10 @@ lab.together(
         }
     ),
     lab.read(
-        "From 2,048 on, float16 holds even integers only, so that adding 1 is rounded away, and "
-        "each of the four float16 sums of this kernel stops there. Offsets of 32 bits end at "
+        "From 2,048 on, float16 represents only even integers, so an added 1 is rounded away, and "
+        "each of the four float16 sums of this kernel stops growing. Offsets of 32 bits end at "
         f"{2**31 - 1:,}. A matrix of 2³² bfloat16 numbers takes 8 GiB and fits on the GPU, but "
-        "`rows * stride_row` in 32 bits would become negative halfway through it, and the kernel "
+        "halfway through it, `rows * stride_row` in 32 bits would become negative, and the kernel "
         "would read other memory."
     ),
 )
@@ -782,21 +782,21 @@ lab.together(
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 #
 # Speed depends on which thread loads what. A GPU consists of SMs (:term:`streaming multiprocessors
-# <SM>`), each running several programs. A program has four :term:`warps <warp>` by default,
-# and the 32 threads of a warp execute the same instruction together. Here is a block of 1,024
-# 16-bit numbers, by position:
+# <SM>`), each running several programs. By default a program has four :term:`warps <warp>`, and the
+# 32 threads of a warp execute the same instruction together. This is how they divide a block of
+# 1,024 16-bit numbers:
 #
 # .. image:: /figures/first-kernel-threads.svg
 #    :alt: Four levels. A grid of programs 0, 1, 2 and so on. Program 2 runs on one SM and has four
 #          warps, of which warp 1 has the elements 256 to 511. Warp 1 has 32 threads of eight
 #          elements each. Thread 1 holds the elements 264 to 271, which are 16 bytes.
 #
-# A thread holds eight neighbours, because they make 16 bytes, the most that it can load at once. A
+# A thread holds eight neighbours because they fill 16 bytes, the most that it can load at once. The
 # warp then reads 512 consecutive bytes in few transactions (:term:`coalescing`).
 #
-# The compiler deals a block out to the threads by halving it again and again, so its size is a
-# power of two. Each thread keeps its numbers in :term:`registers <register>`, which instructions
-# name one by one, so the compiler must know how many a block needs.
+# The compiler distributes a block among the threads by halving it again and again, so its size must
+# be a power of two. Each thread keeps its numbers in :term:`registers <register>`. Since
+# instructions refer to registers by name, the compiler must know how many a block needs.
 
 # %%
 
@@ -850,8 +850,8 @@ owned = lab.measure("Which thread holds which elements of a block of 1,024", own
 # What memory delivers
 # ~~~~~~~~~~~~~~~~~~~~
 #
-# Numbers come from HBM, the slowest memory of the GPU, through :term:`L2`, a cache that all SMs
-# share, and :term:`L1`, a cache of each SM, part of which can serve as :term:`shared memory`.
+# Numbers come from HBM, the GPU's slowest memory, through :term:`L2`, a cache that all SMs share,
+# and :term:`L1`, a cache of each SM, part of which can serve as :term:`shared memory`.
 
 # %%
 
@@ -989,9 +989,9 @@ wait = at("HBM", "nanoseconds")
 in_flight = hbm * wait / 1e3  # TB/s times ns is kB, and 1,000 of them a MB
 multiply_adds, arrive = in_registers / 16, hbm / 2  # 10¹² per second
 lab.read(
-    f"While HBM delivers one bfloat16 number, there is time for **{multiply_adds / arrive:.0f} "
-    "multiply-adds. The weighted sum needs one,** so it is memory-bound: what counts is to read "
-    "`x` once."
+    "While HBM delivers one bfloat16 number, the GPU can perform "
+    f"**{multiply_adds / arrive:.0f} multiply-adds. The weighted sum needs one,** so it is "
+    "memory-bound: what counts is to read `x` once."
 )
 
 # %%
@@ -1012,10 +1012,10 @@ lab.together(
     ),
     lab.read(
         f"The speed of the registers is computed: we timed {multiply_adds:.0f} trillion "
-        "multiply-adds per second, each of which reads three numbers of 4 bytes and writes one. "
-        f"HBM delivers {arrive:.1f} trillion bfloat16 numbers in a second. A number from HBM takes "
-        f"{wait:,.0f} ns to arrive, so at full speed {in_flight:.1f} MB must be on their way at "
-        "any moment. That is why a GPU runs so many threads."
+        "multiply-adds per second, each of which reads three 4-byte numbers and writes one. HBM "
+        f"delivers {arrive:.1f} trillion bfloat16 numbers per second. Since a number takes "
+        f"{wait:,.0f} ns to arrive, {in_flight:.1f} MB must be in flight at any moment to keep HBM "
+        "at full speed. That is why a GPU runs so many threads."
     ),
     owned,
 )
@@ -1024,10 +1024,10 @@ lab.together(
 # How fast is it?
 # ~~~~~~~~~~~~~~~
 #
-# A copy shows what memory allows. Copying half of ``x`` moves as many bytes as reading all of it,
-# so 100 % is that copy's speed at each size. A kernel that almost only reads can pass it.
-# Before every run the benchmark writes other numbers, so that L2 does not hold ``x``. The *first
-# kernel* is ``rows_kernel`` with one row per program, and *the operator* is
+# A copy shows how fast memory can be. Copying half of ``x`` moves as many bytes as reading all of
+# it, so 100 % is the speed of that copy at each size; a kernel that does little but read can exceed
+# it. Before every run, the benchmark writes other numbers so that L2 does not hold ``x``. The
+# *first kernel* is ``rows_kernel`` with one row per program, and *the operator* is
 # ``kernelbook.weighted_sum``. Bands show the scatter of the runs (:doc:`/reading-figures`).
 
 
@@ -1186,7 +1186,8 @@ if sooner:
     found.append(f"is {faster_by} faster than yours with {listed(sooner)} rows")
 if later:
     slower_by = gap(forward, later, *compared)
-    found.append(f"takes {slower_by} longer with {listed(later)}")
+    than = "" if sooner else " than yours"
+    found.append(f"takes {slower_by} longer{than} with {listed(later)} rows")
 slowly, copied = (
     forward.milliseconds_at(name, rows=2**16) for name in ("PyTorch", "copy")
 )
@@ -1200,21 +1201,21 @@ between = all(
 lab.read(
     f"**The first kernel runs at {100 * min(of_first):.0f} to {100 * max(of_first):.0f} % of the "
     f"speed of a copy, PyTorch's two operations at {100 * min(of_two):.0f} to "
-    f"{100 * max(of_two):.0f} %.** With 65,536 rows these take {slowly / copied:.0f} times as long "
-    "as a copy"
+    f"{100 * max(of_two):.0f} %.** With 65,536 rows, the two take {slowly / copied:.0f} times as "
+    "long as a copy"
     + (
-        f", because the multiplication takes {of_product:.1f} times as long as a copy of its "
-        "bytes; we did not measure why. "
-        if of_product > 1.2
+        ", not the three that their bytes suggest: the multiplication takes "
+        f"{of_product:.1f} times as long as a copy of its bytes. We did not measure why. "
+        if of_product > 1.2 and slowly / copied > 3.5
         else ". "
     )
     + (
-        "PyTorch's one operation for this formula, `x @ w`, lies between. "
+        "PyTorch's single operation for this formula, `x @ w`, lies in between. "
         if between
         else f"`x @ w` reaches {100 * min(of_matmul):.0f} to {100 * max(of_matmul):.0f} %. "
     )
     + "`torch.compile` "
-    + (f"{' and '.join(found)}." if found else "is as fast as yours.")
+    + (f"{', but '.join(found)}." if found else "is as fast as yours.")
 )
 
 # %%
@@ -1226,7 +1227,7 @@ lab.together(
         "The forward pass, in % of the speed of a copy, and that speed",
     ),
     lab.read(
-        f"With two rows per program your kernel runs at {100 * min(of_pairs):.0f} to "
+        f"With two rows per program, your kernel runs at {100 * min(of_pairs):.0f} to "
         f"{100 * max(of_pairs):.0f} %."
     ),
     apart,
@@ -1236,8 +1237,8 @@ lab.together(
 # What a finished operator adds
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# The operator takes any shape and strides, and ``torch.compile`` can compile a model around it.
-# Four points keep it fast where your kernels are slow or refused.
+# The operator accepts any shape and strides, and ``torch.compile`` can compile a model around it.
+# Four points keep it fast where your kernels are slow or Triton refuses them.
 
 # %%
 
@@ -1339,8 +1340,8 @@ lab.together(
                 weighted_sum_fwd_kernel
             ),
             "2. Backward, on the GPU: a program has some columns and its share of the rows, and "
-            "reads x once for both gradients": weighted_sum_bwd_kernel,
-            "3. The second launch of either, if sums are in parts": part_sum_kernel,
+            "reads x once": weighted_sum_bwd_kernel,
+            "3. The second launch of either pass, if its sums are in parts": part_sum_kernel,
             "4. Forward, on the host: choose the blocks, launch, add the parts": _forward,
             "5. Backward, on the host: the same; a gradient that nobody needs is None": (
                 _backward
@@ -1356,13 +1357,13 @@ lab.together(
     ),
     lab.read(
         "**`FLAT`** loads a block of short, contiguous rows as one line of numbers, and cuts the "
-        "line into rows with `tl.reshape` when the numbers have arrived. This needs no strides and "
+        "line into rows with `tl.reshape` once the numbers have arrived. This needs no strides and "
         "no loop"
         + (
-            f": for rows of 64 the compiled kernel has "
+            f": for rows of 64, the compiled kernel has "
             f"{flag['FLAT, rows of 64']['instructions, on']} instructions with the flag and "
             f"{flag['FLAT, rows of 64']['instructions, off']} without, and 2²⁶ numbers take "
-            f"{with_and_without('FLAT, rows of 64')}. In rows of 8 they take "
+            f"{with_and_without('FLAT, rows of 64')}. In rows of 8, they take "
             f"{with_and_without('FLAT, rows of 8')}."
             if flag
             else "."
@@ -1370,10 +1371,10 @@ lab.together(
     ),
     lab.read(
         "**`EARLY`** lets the GPU launch the kernel that adds the partial sums while the backward "
-        "kernel still runs, so that the two need not wait for the launch. In the second, "
-        "`gdc_wait` waits until the first has ended and its sums can be read"
+        "kernel is still running, so that neither has to wait for the launch. The second calls "
+        "`gdc_wait`, which waits until the first has ended and its sums can be read"
         + (
-            f": with 4,096 rows of 4,096, both together take {with_and_without('EARLY')}."
+            f": with 4,096 rows of 4,096, the two together take {with_and_without('EARLY')}."
             if "EARLY" in flag
             else "."
         )
@@ -1398,9 +1399,9 @@ lab.together(
 # ^^^^^^^^^^^^^^^^^^^^^^^^^^
 #
 # ``rows_kernel`` needs a block as long as the row, and Triton refuses blocks of more than 1,048,576
-# elements. A loop takes the row block by block. Long rows are often too few for all SMs, so the
-# :term:`grid` gets a second dimension: ``tl.program_id(1)`` says which part of its rows a program
-# has, and a second launch adds up the parts.
+# elements. A loop takes the row block by block. Since there are often too few long rows to occupy
+# all SMs, the :term:`grid` gets a second dimension: ``tl.program_id(1)`` says which part of its
+# rows a program sums, and a second launch adds up the parts.
 
 # %%
 
@@ -1475,8 +1476,8 @@ lab.sketch(
 #    :end-before: tl.store(sums_ptr
 #    :dedent:
 #
-# A block can now be large enough for several loads per thread, and small enough for the registers:
-# we take two rows of 4,096 columns, and more of shorter rows.
+# A block can now be large enough for several loads per thread, yet small enough for the registers:
+# we take two rows of 4,096 columns, or more rows if they are shorter.
 
 # %%
 
@@ -1804,18 +1805,19 @@ lab.read(
         if refused
         else ""
     )
-    + f"There the loop reaches {in_loop:.0f} %, because 16 rows make 8 programs"
+    + ("At that length" if refused == [2**22] else f"With rows of {2**22:,}")
+    + f", the loop reaches only {in_loop:.0f} %, because 16 rows make 8 programs"
     + (f" for {processors} SMs" if processors else "")
-    + f". **Divided into parts, the rows reach {in_parts:.0f} %.** "
+    + f"; **divided into parts, they reach {in_parts:.0f} %.** "
     + (
         f"`torch.compile` is faster than the operator with rows of {listed(compiled_ahead)}. "
         if compiled_ahead
         else ""
     )
-    + "With rows of up to 100 the first kernel reaches at most "
-    f"{max(one_row[columns] for columns in brief):.0f} %, because a program has one short "
-    "row; the loop, with many, reaches "
-    f"{min(of_shape('loop in parts', columns) for columns in brief):.0f} % or more."
+    + "With rows of up to 100 columns, the first kernel reaches at most "
+    f"{max(one_row[columns] for columns in brief):.0f} %, because each program has one short row; "
+    "with many per program, the loop reaches at least "
+    f"{min(of_shape('loop in parts', columns) for columns in brief):.0f} %."
 )
 
 # %%
@@ -1858,7 +1860,7 @@ try:
     longer = torch.ones(1, 2**21, device=runtime.DEVICE)
     sum_rows(longer, longer[0], block_rows=1)
 except Exception as error:
-    print(f"Of a row of 2,097,152 Triton says: {error.__cause__ or error}")
+    print(f"For a row of 2,097,152, Triton says: {error.__cause__ or error}")
 
 lab.together(
     lab.table(
@@ -1873,7 +1875,7 @@ lab.together(
             for columns in LENGTHS
         ],
         "2²⁶ elements in rows of any length, in % of the speed of a copy, without the bytes of the "
-        "sums; with rows of 2 these are half as many as those of x",
+        "sums; with rows of 2, these are half as many as those of x",
     ),
     lab.table(
         [
@@ -1890,8 +1892,8 @@ lab.together(
             }
             for row in long.rows
         ],
-        "The first kernel's code grows with the row, and the loop's does not. Spilled are values "
-        "for which no register was left",
+        "The first kernel's code grows with the row; the loop's is the same for all rows longer "
+        "than its block. Spilled are values for which no register was left",
     ),
 )
 
@@ -1899,15 +1901,15 @@ lab.together(
 # 2. A divisor for the compiler
 # ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
 #
-# The loop is slow with rows of 100, because a thread loads one number of 16 bits at a time: of a
-# stride, Triton checks only whether it is 1 or a multiple of 16. The operator passes ``UNIT``, a
+# The loop is slow with rows of 100, because a thread loads only one 16-bit number at a time: Triton
+# checks only whether a stride is 1 or a multiple of 16. The operator passes ``UNIT``, a
 # ``constexpr``, here 4:
 #
 # .. code-block:: python
 #
 #    n_cols, stride_row = n_cols // UNIT * UNIT, stride_row // UNIT * UNIT
 #
-# This changes neither number, but the compiler now sees that 4 divides both.
+# The line changes neither number, but the compiler now sees that 4 divides both.
 
 # %%
 
@@ -1964,7 +1966,7 @@ loaded = lab.measure(
 blind, known, *_ = [row["µs"] for row in loaded.rows] or [nan] * 2
 narrow, wide, *_ = [row["widest load (bytes)"] for row in loaded.rows] or [nan] * 2
 lab.read(
-    f"**The operator's kernel is now {blind / known:.1f} times as fast for rows of 100,** "
+    f"**With rows of 100, this makes the operator's kernel {blind / known:.1f} times as fast,** "
     f"because a thread loads {wide} bytes at once instead of {narrow}."
 )
 
@@ -1985,12 +1987,12 @@ lab.together(
         "What a thread may load at once, and how long 2²⁶ numbers take",
     ),
     lab.read(
-        "A thread can load 8 bytes at once only where the compiler can prove that the address is a "
+        "A thread can load 8 bytes at once only if the compiler can prove that the address is a "
         "multiple of 8. Rows of 100 begin 200 bytes apart, always at a multiple of 8. `UNIT` is "
-        "the greatest power of two, up to 16, that divides the length and the stride of rows. "
-        "`tl.multiple_of(value, 4)` promises the same without arithmetic, of an integer or of a "
-        "block of offsets or addresses. Nobody checks the promise: a false one can silently give "
-        "wrong results."
+        "the largest power of two, up to 16, that divides both the length and the stride of the "
+        "rows. `tl.multiple_of(value, 4)` makes the same promise without arithmetic, about an "
+        "integer or a block of offsets or addresses. Nothing checks the promise: if it is false, "
+        "the results can be silently wrong."
     ),
 )
 
@@ -1998,9 +2000,9 @@ lab.together(
 # 3. A hint to the L2 cache
 # ^^^^^^^^^^^^^^^^^^^^^^^^^
 #
-# ``x`` is read only once, but each load of it evicts other numbers from a full L2, and those that
-# another kernel wrote must be copied to HBM. ``tl.load(…, eviction_policy="evict_first")``
-# asks L2 to evict ``x`` first.
+# Although ``x`` is read only once, each load of it evicts other numbers from a full L2, and those
+# that another kernel wrote must then be copied to HBM. ``tl.load(…,
+# eviction_policy="evict_first")`` asks L2 to evict ``x`` first.
 
 # %%
 
@@ -2051,12 +2053,12 @@ evicted = lab.measure("What L2 holds, and 16,384 rows", evictions)
 ] or [(nan, nan)] * 2
 saved, saved_clean = 100 * (1 - dirty_first / dirty), 100 * (1 - clean_first / clean)
 lab.read(
-    f"**With 16,384 rows the hint saves {saved:.0f} % of the time after a kernel that wrote, as "
-    "our benchmark does, and "
+    f"**With 16,384 rows, the hint saves {saved:.0f} % of the time after a kernel that wrote, as "
+    "our benchmark does, "
     + (
-        "nothing"
+        "but nothing"
         if abs(saved_clean) < 2
-        else f"{'costs ' if saved_clean < 0 else ''}{abs(saved_clean):.0f} %"
+        else f"{'but costs' if saved_clean < 0 else 'and'} {abs(saved_clean):.0f} %"
     )
     + " after one that only read.**"
 )
@@ -2078,13 +2080,13 @@ lab.together(
         "16,384 rows of 4,096 in bfloat16, after another kernel",
     ),
     lab.read(
-        "If the written numbers stay in L2, copying them takes none of HBM's time from our reads. "
-        "What the hint costs a later kernel that reads `x` again, such as the backward pass, we "
-        "did not measure. In the figure of the forward pass the benchmark had written before, and "
-        f"with 16,384 rows the first kernel, which has no hint, reaches {100 * of_first[-2]:.0f} "
-        f"%. With 65,536 rows, `x` has {2**28 * 2 / 2**20:.0f} MiB and L2 only {l2:.0f}, so that "
-        f"what L2 holds matters less, and the first kernel reaches {100 * of_first[-1]:.0f} % "
-        "without the hint."
+        "As long as the written numbers stay in L2, copying them takes no HBM time away from our "
+        "reads. We did not measure what the hint costs a later kernel that reads `x` again, such "
+        "as the backward pass. In the figure of the forward pass, the benchmark has written before "
+        "each run, and with 16,384 rows the first kernel, which has no hint, reaches "
+        f"{100 * of_first[-2]:.0f} %. With 65,536 rows, `x` takes {2**28 * 2 / 2**20:.0f} MiB and "
+        f"L2 has only {l2:.0f}. What L2 holds then matters less, and the first kernel reaches "
+        f"{100 * of_first[-1]:.0f} % without the hint."
     ),
 )
 
@@ -2092,10 +2094,10 @@ lab.together(
 # 4. A loop over the rows
 # ^^^^^^^^^^^^^^^^^^^^^^^
 #
-# ``rows_backward`` leaves a row of float32 sums for every two rows of bfloat16. Written and read
-# again, they are as many bytes as ``x`` and ``dx`` together, enough to halve the speed. So we start
-# only four programs for each SM, and each adds up further rows, a ``step`` apart, before it stores
-# its sums:
+# For every two bfloat16 rows of ``x``, ``rows_backward`` leaves a row of float32 sums. Written and
+# then read again, these sums move as many bytes as ``x`` and ``dx`` together, enough to halve the
+# speed. We therefore start only four programs per SM, and each adds up further rows, ``step``
+# apart, before it stores its sums:
 #
 # .. literalinclude:: first_kernel.py
 #    :language: python
@@ -2104,7 +2106,7 @@ lab.together(
 #    :end-before: offsets =
 #    :dedent:
 #
-# Each iteration ends with ``total += dy[:, None] * x``, and the kernel with ``tl.sum(total,
+# Each iteration ends with ``total += dy[:, None] * x``, and after the loop comes ``tl.sum(total,
 # axis=0)``.
 
 # %%
@@ -2158,7 +2160,7 @@ for ours, before in zip(loop_backward(dy, x, w), rows_backward(dy, x, w), strict
     assert torch.allclose(ours, before, atol=1e-5)
 
 # %%
-# 100 % is now a copy of all of ``x``, because ``dx`` is written as well; *first backward* is
+# Since ``dx`` is also written, 100 % is now a copy of all of ``x``. The *first backward* is
 # ``rows_backward``:
 
 
@@ -2291,23 +2293,22 @@ parts_mib, fewer_mib = [
     row["rows of sums"] * 4096 * 4 / 2**20 for row in launched.rows
 ] or [nan] * 2
 lab.read(
-    f"**With 65,536 rows the first backward reaches {of_backward['rows_backward']:.0f} % of the "
+    f"**With 65,536 rows, the first backward reaches {of_backward['rows_backward']:.0f} % of the "
     f"speed of a copy, the loop {of_backward['loop']:.0f} %, and the operator "
-    f"{of_backward['Kernel Book']:.0f} %.** Most of the first backward's time, "
-    f"{second_one:,.0f} of {first_one + second_one:,.0f} µs, is the second launch. Its reads along "
-    "a row of `parts.t()` cannot coalesce, because neighbours lie 4,096 numbers apart"
+    f"{of_backward['Kernel Book']:.0f} %.** The first backward spends {second_one:,.0f} of its "
+    f"{first_one + second_one:,.0f} µs in the second launch, whose reads cannot coalesce, because "
+    "neighbours in a row of `parts.t()` lie 4,096 numbers apart"
     + (
-        f": with neighbours side by side it takes {adjacent.rows[0]['µs']:.0f} µs. "
+        f": with neighbours side by side, it takes {adjacent.rows[0]['µs']:.0f} µs. "
         if adjacent.rows
         else "; we did not measure what that costs. "
     )
-    + f"Up to {MARKS[2]:,} rows the loop gains nothing, because there are no more blocks than "
-    "programs"
+    + f"Up to {MARKS[2]:,} rows, the loop gains nothing, since each program has at most one block"
     + (
-        f", and `torch.compile` is faster than the operator with {listed(ahead)}."
+        f", and `torch.compile` is faster than the operator with {listed(ahead)} rows."
         if ahead
-        else f". There the operator is {min(lead):.1f} to {max(lead):.1f} times as fast as the "
-        "loop; we did not measure why."
+        else f". The operator is {min(lead):.1f} to {max(lead):.1f} times as fast as the loop at "
+        "these sizes; we did not measure why."
     )
 )
 
@@ -2329,20 +2330,21 @@ lab.together(
             }
             for row in launched.rows
         ],
-        "The two launches of your backward passes: one computes dx and the sums, one adds these up",
+        "The two launches of your backward passes: the first computes dx and the sums, the second "
+        "adds these up",
     ),
     lab.read(
         f"The second launch of the first backward takes {second_one:.0f} µs for {parts_mib:.0f} "
-        f"MiB of sums, which HBM delivers in {parts_mib * 2**20 / hbm / 1e6:.0f}. "
+        f"MiB of sums, which HBM could deliver in {parts_mib * 2**20 / hbm / 1e6:.0f}. "
         f"The loop leaves fewer sums, {fewer_mib:.0f} MiB, which shortens the first launch from "
         f"{first_one:.0f} to {first_two:.0f} µs and the second from {second_one:.0f} to "
-        f"{second_two:.0f}. Per column, two rows of `x` are 4 bytes, two of `dx` 4 more, and one "
-        "float32 sum 4, written and read again."
+        f"{second_two:.0f}. Per column, two rows of `x` take 4 bytes and two of `dx` 4 more; one "
+        "float32 sum takes 4, written and then read again."
     ),
     lab.read(
-        "Beyond the loop, the operator also divides the columns among programs, adds the partial "
-        "sums with a kernel of its own, and launches that early (`EARLY`, above). We did not "
-        "measure what each of these is worth with few rows."
+        "Besides the loop, the operator divides the columns among programs, adds up the partial "
+        "sums with a dedicated kernel, and launches that kernel early (`EARLY`, above). We did not "
+        "measure what each of these steps gains with few rows."
     ),
 )
 
@@ -2397,9 +2399,9 @@ lab.read(
 # Folded: When a case passes, and the errors
 lab.together(
     lab.read(
-        "An error must be at most twice that of PyTorch, or one ulp, the gap to the next number. "
-        "Both limits are four times as wide in float32, where the error comes mainly from the "
-        "order of additions."
+        "An error may be at most twice that of PyTorch, or one ulp, the gap to the next number. "
+        "In float32, where the error comes mainly from the order of the additions, both limits are "
+        "four times as wide."
     ),
     checked,
 )
@@ -2510,22 +2512,22 @@ _, leads = beyond_scatter(forward, "one row a program")
 shortfall = min(LENGTHS, key=lambda columns: of_shape("Kernel Book", columns))
 lab.read(
     (
-        f"**Forward it gains nothing on the GPU up to {little[-1]:,} rows of 4,096:** "
+        f"**Forward, the operator gains nothing on the GPU up to {little[-1]:,} rows of 4,096:** "
         "its times overlap with those of the first kernel and of `torch.compile`. "
         if little
         else ""
     )
     + (
-        f"Beyond the scatter, `torch.compile` is faster forward with {listed(ahead)} rows. "
+        f"With {listed(ahead)} rows, `torch.compile` is faster forward by more than the scatter. "
         if ahead
         else ""
     )
     + (
-        "Nowhere is it faster than the first kernel beyond the scatter. "
+        "Nowhere is the operator faster than the first kernel by more than the scatter. "
         if not leads
         else ""
     )
-    + f"At worst the operator reaches {ours_at[slowest]:.0f} % of a copy backward, with "
+    + f"At worst, the operator reaches {ours_at[slowest]:.0f} % of a copy backward, with "
     f"{slowest:,} rows, and {of_shape('Kernel Book', shortfall):.0f} % forward, with rows of "
     f"{shortfall:,}"
     + (
@@ -2568,13 +2570,21 @@ met = sorted(
 too_slow = sorted({*LENGTHS, 4096} - {*met})
 lab.together(
     lab.read(
-        f"Forward we wanted {100 * AIM:.0f} % of the speed of a copy from 2²⁴ numbers on"
-        + (", and miss it there: " if below else ": ")
-        + f"with 4,096 rows of 4,096 the operator reaches {100 * reached['bfloat16']:.1f} % in "
-        f"bfloat16 and {100 * reached['float32']:.1f} % in float32. With 2²⁶ numbers the aim is "
-        f"met with rows of {listed(met) if met else 'no length'}"
-        + (f", and missed with rows of {listed(too_slow)}." if too_slow else ".")
-        + f" Backward we wanted {BACKWARD_AIM} %, which it "
+        f"Forward, we aimed at {100 * AIM:.0f} % of the speed of a copy from 2²⁴ numbers on. With "
+        f"4,096 rows of 4,096, the operator {'misses' if below else 'meets'} this aim, reaching "
+        f"{100 * reached['bfloat16']:.1f} % in bfloat16 and {100 * reached['float32']:.1f} % in "
+        "float32. With 2²⁶ numbers, it "
+        + (
+            f"meets the aim with rows of {listed(met)}"
+            if met
+            else "never meets the aim"
+        )
+        + (
+            f", but misses it with rows of {listed(too_slow)}."
+            if met and too_slow
+            else "."
+        )
+        + f" Backward, we aimed at {BACKWARD_AIM} %, which the operator "
         + (f"misses with {listed(missed)} rows." if missed else "reaches.")
     ),
     lab.table(
@@ -2591,14 +2601,14 @@ lab.together(
     ),
     lab.read(
         (
-            "Most of the gap is that of reading: a kernel that adds up `x` without weights "
+            "Most of the gap comes from reading alone: a kernel that adds up `x` without weights "
             if all(1 - bare[dtype] > 0.5 * (1 - reached[dtype]) for dtype in reached)
             else "A kernel that adds up `x` without weights "
         )
         + f"reaches {100 * bare['bfloat16']:.0f} % in bfloat16 and "
         f"{100 * bare['float32']:.0f} % in float32."
         + (
-            " Why a copy is faster, we did not measure."
+            " We did not measure why a copy is faster."
             if max(bare.values()) < 1
             else ""
         )
@@ -2634,15 +2644,15 @@ took = {
 }
 ours, theirs = (f"{min(us):.0f} to {max(us):.0f}" for us in took.values())
 lab.read(
-    "**With small matrices the host sets the pace,** the CPU that launches the kernels. Up to "
-    f"{behind or 1024:,} rows, a forward pass in a series takes {ours} µs with the operator "
-    f"and {theirs} with PyTorch"
+    "**With small matrices, the pace is set by the host,** the CPU that launches the kernels. "
+    f"Up to {behind or 1024:,} rows, consecutive forward passes take {ours} µs each with the "
+    f"operator and {theirs} with PyTorch"
     + (
         f"; **with gradients, PyTorch is faster up to {behind_both:,} rows.** "
         if behind_both
         else ". "
     )
-    + "CUDA graphs help (next chapter)."
+    + "CUDA graphs help, as the next chapter shows."
 )
 
 # %%
@@ -2686,9 +2696,9 @@ lab.together(
 #
 # After *Ten numbers in blocks of four*:
 #
-# 1. Add two vectors of 10 elements, in blocks of 4.
-# 2. Among 1,000 numbers, replace the negative ones by 0, with ``tl.where(condition, a, b)``.
-# 3. Reverse these 1,000 numbers; only the offsets of the store change.
+# 1. Add two vectors of 10 elements in blocks of 4.
+# 2. Replace every negative number among 1,000 by 0, using ``tl.where(condition, a, b)``.
+# 3. Reverse the 1,000 numbers; only the offsets of the store change.
 
 # %%
 
@@ -2740,10 +2750,10 @@ assert torch.equal(y, x.flip(0))
 # %%
 # After *Two dimensions*:
 #
-# 4. Read the diagonal of a matrix of 7 × 7: each step is one row stride plus one column stride.
-# 5. Make a matrix of 5 × 6 of all products of vectors of 5 and of 6.
-# 6. Find the largest number of each row, even if negative, with ``tl.max``.
-# 7. Transpose a matrix of 50 × 70 in blocks of 16 × 16, with ``tl.program_id(1)``.
+# 4. Read the diagonal of a 7 × 7 matrix: each step is one row stride plus one column stride.
+# 5. Build the 5 × 6 matrix of all products of two vectors, of 5 and of 6 elements.
+# 6. Find the largest number in each row, even if negative, using ``tl.max``.
+# 7. Transpose a 50 × 70 matrix in blocks of 16 × 16, using ``tl.program_id(1)``.
 
 # %%
 
@@ -2813,12 +2823,12 @@ assert torch.equal(y, x.t())
 # %%
 # After *What programs must not share*:
 #
-# 8. Add up 5,000 integers in blocks of 256, by partial sums.
-# 9. Count how often each of ten digits occurs among 1,000, with ``tl.atomic_add``.
+# 8. Add up 5,000 integers in blocks of 256, using partial sums.
+# 9. Count how often each digit occurs among 1,000 digits, using ``tl.atomic_add``.
 #
-# Further, with a tensor :term:`descriptor`, which replaces offsets and masks:
+# One step further, a tensor :term:`descriptor` replaces offsets and masks:
 #
-# 10. Sum rows of 12 with ``TensorDescriptor.from_tensor`` and ``x_desc.load``.
+# 10. Sum rows of 12, using ``TensorDescriptor.from_tensor`` and ``x_desc.load``.
 
 # %%
 
@@ -2890,11 +2900,11 @@ def beside_offsets(name):
         more = 100 * (one.get("µs", nan) / plain.get("µs", nan) - 1)
         if one or not ways.rows:
             said = f"{abs(more):.0f} % {'more' if more > 0 else 'less'}"
-            changes.append("as much" if abs(more) < 2 else said)
+            changes.append("the same" if abs(more) < 2 else said)
     if len(set(changes)) == 1:
         return f"{name} take {changes[0]} time"
     first, second = changes
-    return f"{name} take {first} time in blocks of 1,024 columns and {second} in those of 4,096"
+    return f"{name} take {first} time in blocks of 1,024 columns and {second} in blocks of 4,096"
 
 
 lab.together(
@@ -2902,12 +2912,12 @@ lab.together(
         {
             "A block pointer holds the address, the shape and the strides of a tensor, and where "
             "the block begins. tl.advance returns a pointer to the next block. boundary_check "
-            "names the dimensions whose ends are checked, and padding_option what lies beyond "
-            "them": block_pointer_kernel,
-            "A descriptor is made by the host, or in a kernel by tl.make_tensor_descriptor, and "
-            "knows its block's shape, too. Each load names where its block begins, and what lies "
-            "outside the tensor is 0. On GPUs with a copy engine, the engine fetches the block; "
-            "it asks for strides that are multiples of 16 bytes": descriptor_kernel,
+            "names the dimensions whose ends are checked, and padding_option says what is loaded "
+            "beyond them": block_pointer_kernel,
+            "A descriptor, made by the host or by tl.make_tensor_descriptor in a kernel, also "
+            "knows the shape of its block. Each load says where its block begins, and what lies "
+            "outside the tensor reads as 0. On GPUs with a copy engine, the engine fetches the "
+            "block and requires strides that are multiples of 16 bytes": descriptor_kernel,
         }
     ),
     lab.table(
@@ -2928,9 +2938,9 @@ lab.together(
     ),
     lab.read(
         (
-            "The results are the same bit for bit. "
+            "The results are bit-identical. "
             if differ == 0
-            else f"The results differ by rounding, at most by {differ:.0e} of the largest. "
+            else f"The results differ by rounding, by at most {differ:.0e} of the largest. "
         )
         + f"Compared with offsets, {beside_offsets('block pointers')}, and "
         f"{beside_offsets('descriptors')}."
@@ -2944,7 +2954,8 @@ lab.together(
 # - Tillet, Kung, Cox. `Triton: an intermediate language and compiler for tiled neural network
 #   computations <https://doi.org/10.1145/3315508.3329973>`__. MAPL 2019.
 # - Rush. `GPU puzzles <https://github.com/srush/GPU-Puzzles>`__ and `Triton puzzles
-#   <https://github.com/srush/Triton-Puzzles>`__, whose form ours follow. 2022 and 2024.
+#   <https://github.com/srush/Triton-Puzzles>`__, whose format our puzzles follow. 2022 and
+#   2024.
 # - Stanford CS336. `Language modeling from scratch <https://stanford-cs336.github.io>`__,
 #   assignment 2: a weighted sum.
 # - NVIDIA. `CUDA C++ programming guide

@@ -8,9 +8,9 @@ three times?*
 
 You will learn
 
-- which two numbers to carry from block to block, so that a sum can be repaired;
+- how two numbers, carried from block to block, let us repair a sum;
 - how partial results merge in any order, which is what makes softmax parallel;
-- what each read of a row costs, and how to keep even a very wide row on chip.
+- how much each read of a row costs, and how to keep even a very wide row on chip.
 """
 
 # sphinx_gallery_thumbnail_number = 3
@@ -50,8 +50,8 @@ lab.start("softmax", "kernelbook.ops.softmax")
 # The problem in PyTorch
 # ----------------------
 #
-# Softmax turns a row of numbers into weights that are positive and sum to 1: the row 1, 2, 3
-# becomes about 0.09, 0.24, 0.67. In PyTorch it takes five operations.
+# Softmax turns a row of numbers into positive weights that sum to 1: the row 1, 2, 3 becomes about
+# 0.09, 0.24, 0.67. In PyTorch this takes five operations.
 
 
 def simple_softmax(x):
@@ -63,27 +63,27 @@ def simple_softmax(x):
 
 
 # %%
-# We subtract the maximum because exponentials overflow: in float16 even :math:`e^{12}` is too
-# large. The result stays the same, because the factor :math:`e^{-m}` cancels.
+# We subtract the maximum to keep the exponentials from overflowing: in float16 even :math:`e^{12}`
+# is too large. The result stays the same, since the factor :math:`e^{-m}` cancels.
 #
 # Each operation reads its input from memory and writes its output back: 5 reads and 3 writes of the
-# row, where one read and one write would do. This page builds five :term:`kernels <kernel>` that do
-# all of it at once: ``three_pass``, ``online``, ``row``, ``packed`` and ``split``. Orange bars are
-# what a kernel reads again.
+# row, where one of each would do. We will build five :term:`kernels <kernel>` that each do the
+# whole job: ``three_pass``, ``online``, ``row``, ``packed`` and ``split``. Orange bars mark what a
+# kernel reads again.
 #
 # .. image:: /figures/softmax-passes.svg
 #    :alt: Passes over memory. simple_softmax, five operations: five reads and three writes.
 #          three_pass: three reads and one write. online: two reads and one write. row, packed and
 #          split: one read and one write.
 #
-# Fewer reads are not enough: on the rows of the chart at the top, ``row`` is slower than
-# ``online``. The last bar there is ``split``.
+# Fewer reads are not enough, however: on the rows of the chart at the top, ``row`` is slower than
+# ``online``. The last bar of that chart is ``split``.
 #
 # Blocks, done wrong
 # ------------------
 #
-# A long row is read in blocks, so it is tempting to normalise each block by its own maximum and
-# sum, because then one read suffices. Each :term:`program` takes one row.
+# Since a kernel reads a long row in blocks, it is tempting to normalise each block by its own
+# maximum and sum: a single read would then suffice. Each :term:`program` takes one row.
 
 import triton
 import triton.language as tl
@@ -115,15 +115,15 @@ for block in (1024, 512, 256):
 
 
 def alike(values):
-    """A number that all values are, but for rounding, or all of them."""
+    """The number that all values round to, or all such numbers."""
     return " or ".join(sorted({f"{value:.3g}" for value in values.tolist()}))
 
 
 (whole, its_sums), *others = sums.items()
 lab.read(
-    f"Rows of 1,000 columns sum to {alike(its_sums)} with one block of {whole:,}, "
+    f"Rows of 1,000 columns sum to {alike(its_sums)} with one block of {whole:,}, but "
     + " and ".join(f"to {alike(found)} with blocks of {n:,}" for n, found in others)
-    + ", because every block sums to 1. A test with rows of one block would pass."
+    + ", because each block by itself sums to 1. A test whose rows fit in one block would pass."
 )
 
 # %%
@@ -131,22 +131,23 @@ lab.read(
 # --------
 #
 # Two numbers connect the blocks: the maximum so far and the sum so far. Take the row 1, 2, 4. After
-# 1 and 2 the maximum is 2 and the sum is :math:`e^{1-2} + e^{2-2} = 1.37`. Then 4 arrives, and both
-# terms should have been relative to 4. We need not compute them again, because one factor corrects
-# both: times :math:`e^{2-4}` the sum is 0.19, and with the 1 of the new element 1.19.
+# 1 and 2, the maximum is 2 and the sum is :math:`e^{1-2} + e^{2-2} = 1.37`. Then 4 arrives, and
+# both terms should have been relative to 4. We need not compute them again, since one factor
+# corrects both: multiplied by :math:`e^{2-4}`, the sum becomes 0.19, and the new element adds 1 to
+# make 1.19.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    When a larger element arrives, all terms of the old sum are too large, but all by the same
-#    factor, so one multiplication repairs the sum.
+#    When a larger element arrives, every term of the old sum is too large by the same factor, so
+#    one multiplication repairs the sum.
 #
-# The method is called :term:`online softmax` (Milakov and Gimelshein, 2018).
+# This method is called :term:`online softmax` (Milakov and Gimelshein, 2018).
 #
 # The mathematics
 # ---------------
 #
-# Two formulas show that the repair is exact and works in parallel.
+# Two formulas show that the repair is exact and that it works in parallel.
 #
 # **The recurrence.** Let :math:`m_j` be the maximum of the first
 # :math:`j` elements, and :math:`d_j` the sum of their exponentials relative to that maximum:
@@ -159,13 +160,13 @@ lab.read(
 #    \end{aligned}
 #
 # with :math:`m_0 = -\infty` and :math:`d_0 = 0`. By induction, :math:`d_j = \sum_{i \le j}
-# e^{x_i-m_j}` for every :math:`j`: exponents add, so an old term :math:`e^{x_i-m_{j-1}}`,
-# multiplied by :math:`e^{m_{j-1}-m_j}`, becomes :math:`e^{x_i-m_j}`, and the new element adds the
-# last term.
+# e^{x_i-m_j}` for every :math:`j`. Since exponents add, multiplying an old term
+# :math:`e^{x_i-m_{j-1}}` by :math:`e^{m_{j-1}-m_j}` gives :math:`e^{x_i-m_j}`, and the new element
+# contributes the last term.
 #
-# **The merge.** The recurrence adds one element at a time, but a GPU has thousands of threads. So
-# cut the row into two pieces, with the pairs :math:`(m_a, d_a)` and :math:`(m_b, d_b)`. By the same
-# cancellation, their union has the pair
+# **The merge.** The recurrence adds one element at a time, but a GPU has thousands of threads. To
+# use them, we cut the row into pieces. By the same cancellation, the union of two pieces with the
+# pairs :math:`(m_a, d_a)` and :math:`(m_b, d_b)` has the pair
 #
 # .. math::
 #
@@ -177,8 +178,8 @@ lab.read(
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    The pair of a union does not depend on how the union was cut, so pairs may be merged in any
-#    grouping and any order (the merge is *associative* and *commutative*).
+#    A union has the same pair however we cut it, so pairs can be merged in any grouping and any
+#    order (the merge is *associative* and *commutative*).
 #
 # .. image:: /figures/softmax-merge.svg
 #    :alt: A row in four pieces. Each piece has a pair of maximum and sum. Pairs are merged two by
@@ -188,7 +189,7 @@ lab.read(
 
 # Reading
 def ten(x, digits=0):
-    """A small number as people write it, without a place where a line may break: 8×10⁻⁷."""
+    """A small number as people write it, without spaces at which a line may break: 8×10⁻⁷."""
     mantissa, power = f"{x:.{digits}e}".split("e")
     raised = str(int(power)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
     return f"{mantissa}×10{raised}"
@@ -215,15 +216,15 @@ for pieces in (2, 7, 100):
     assert m == row.max()
 assert off < 1e-13
 lab.read(
-    "So a kernel may cut a row anywhere. Merged in random order, 100 pieces give its exact "
-    f"maximum, and its sum up to rounding ({ten(off)} of itself in float64)."
+    "A kernel may therefore cut a row anywhere. Merged in random order, 100 pieces give its exact "
+    f"maximum, and its sum up to rounding (in float64, a relative error of {ten(off)})."
 )
 
 # %%
-# From three reads to two: online
-# -------------------------------
+# Two reads: online
+# -----------------
 #
-# The recurrence saves one read of three. ``three_pass`` does without it, in three loops: for the
+# The recurrence saves one of the three reads. Without it, ``three_pass`` needs three loops: for the
 # maximum, the sum and the result.
 
 # Folded: The three_pass kernel whole, with its exp
@@ -424,16 +425,16 @@ short = {n: share["three_pass", n] for n in COLUMNS if n <= cached}
 dips = [n for n in short if short[n] < min(short[COLUMNS[0]], short[cached]) - 3]
 
 # %%
-# In ``online`` one loop finds both the maximum and the sum, a block at a time. When a block raises
-# the maximum, ``alpha`` shrinks the old sum (the dashed outline) to the blue part, and then the
+# In ``online``, a single loop finds both the maximum and the sum, one block at a time. When a block
+# raises the maximum, ``alpha`` shrinks the old sum (the dashed outline) to the blue part; then the
 # block adds its own share, in orange.
 #
 # .. animation:: online_softmax
 
 # %%
 # The three lines from ``m_new`` to ``d`` are the recurrence (``INF`` is
-# ``tl.constexpr(float("inf"))``). The second loop reads the row again, because the results need the
-# final maximum and sum. Each program takes one row, so the launch is
+# ``tl.constexpr(float("inf"))``). The second loop has to read the row again, because the results
+# need the final maximum and sum. Each program takes one row, so we launch
 # ``online_kernel[(n_rows,)](x, y, n_cols, BLOCK_COLS=256)``. The timed kernel also widens 16-bit
 # rows to float32.
 
@@ -447,18 +448,19 @@ online_kernel[(3,)](x, y, 1000, BLOCK_COLS=256)
 torch.testing.assert_close(y, torch.softmax(x, dim=-1), rtol=1e-5, atol=0)
 off = (y / torch.softmax(x, dim=-1) - 1).abs().max().item()
 lab.read(
-    f"With blocks of 256 the rows of 1,000 columns sum to {alike(y.sum(-1))}, and no result "
-    f"differs from PyTorch's by more than {ten(off)} of itself."
+    f"With blocks of 256, the rows of 1,000 columns now sum to {alike(y.sum(-1))}, and the largest "
+    f"relative difference from PyTorch's results is {ten(off)}."
 )
 
 # %%
-# The second read need not go to memory if the :term:`L2` cache holds the rows *in flight*, those
-# that programs are working on, and their results.
+# The second read need not go to memory if the :term:`L2` cache can hold the rows *in flight* (those
+# that programs are working on) together with their results.
 #
-# Softmax is :term:`memory-bound`, because for the four bytes that it moves per number it does only
-# about five operations. So 100 % is the speed of PyTorch's copy, which reads and writes every row
-# once: a yardstick that a kernel may pass. A dotted line is what a kernel's bytes allow if all go
-# to memory. Inputs are in bfloat16, with up to 32,768 rows and :math:`2^{28}` numbers.
+# Softmax is :term:`memory-bound`: it moves four bytes per number but does only about five
+# operations. As our yardstick, 100 %, we therefore take the speed of PyTorch's copy, which reads
+# and writes every row once; a kernel may exceed it. A dotted line shows what a kernel's bytes
+# allow if all go to memory. Inputs are in bfloat16, with up to 32,768 rows and :math:`2^{28}`
+# numbers.
 
 # Drawing
 step(
@@ -552,7 +554,7 @@ def tested():
     before, after = (fewer_at[8192, threads]["% of a copy"] for threads in (256, 1024))
     name = "% of a copy"
     told = (
-        f"with 1,024 threads in a program instead of 256, {few['in flight, MiB']} MiB are in "
+        f"with 1,024 threads per program instead of 256, {few['in flight, MiB']} MiB are in "
         f"flight at 32,768 columns, and `online` reaches {few[name]} % instead of {usual[name]}"
     )
     if few["in flight, MiB"] > l2:
@@ -564,21 +566,21 @@ def tested():
         return f"{unknown}: {told}."
     than_before = "slower" if few[name] < usual[name] else "no faster"
     return (
-        f"{unknown}. With 1,024 threads in a program instead of 256, {few['in flight, MiB']} MiB "
-        f"are in flight at 32,768 columns, and `online` is {than_before}; but such programs are "
-        f"slow even at 8,192 columns, where all rows fit: {after} % instead of {before}."
+        f"{unknown}. Programs of 1,024 threads instead of 256 leave {few['in flight, MiB']} MiB in "
+        f"flight at 32,768 columns, and `online` is {than_before}. But such programs are slow even "
+        f"at 8,192 columns, where everything in flight fits: {after} % instead of {before}."
     )
 
 
 lab.read(
-    f"On {gpu} `online` reaches {min(fits):.0f} to {max(fits):.0f} % up to {cached:,} columns"
-    + ", so the second read costs next to nothing there" * (min(fits) > 97)
-    + " (at 8,192, hardware counters show, it does not go to memory)"
+    f"On {gpu}, `online` reaches {min(fits):.0f} to {max(fits):.0f} % up to {cached:,} columns"
+    + ": the second read costs next to nothing" * (min(fits) > 97)
+    + " (at 8,192 columns, hardware counters show that it does not go to memory)"
     * (min(fits) > 97 and fetched < 1.01 * given)
-    + ". On longer rows it comes down to about what its bytes allow, as `three_pass` does."
+    + ". On longer rows it falls to about what its bytes allow, as `three_pass` does."
     + (
-        f" By our estimate {in_flight[cached]:.0f} MiB are in flight at {cached:,} columns and "
-        f"{in_flight[2 * cached]:.0f} at {2 * cached:,}, and L2 holds {l2:.0f}"
+        f" By our estimate, {in_flight[cached]:.0f} MiB are in flight at {cached:,} columns and "
+        f"{in_flight[2 * cached]:.0f} at {2 * cached:,}, while L2 holds {l2:.0f}"
         + tested()
         if in_flight[cached] < l2 < in_flight[2 * cached]
         else ""
@@ -590,11 +592,11 @@ lab.read(
 # Folded: The timed online kernel, how the rows in flight are counted, and what we cannot explain
 kernel = lab.listing(
     {
-        "If a row begins with a block of nothing but minus infinity, so is m_new, and the "
-        "difference of two infinities is not a number. finite puts zero in its place": finite,
-        "The hints evict_last and evict_first ask the cache to keep the row for the second loop, "
-        "and to drop it after that. With one row per program this is online, with four it is "
-        "online_2d": online_fwd_kernel,
+        "If a row begins with a block of nothing but minus infinity, m_new is minus infinity too, "
+        "and the difference of two infinities is NaN. finite then replaces m_new by zero": finite,
+        "The hints evict_last and evict_first ask the cache to keep the row for the second loop "
+        "and to drop it afterwards. With one row per program this kernel is online, with four it "
+        "is online_2d": online_fwd_kernel,
     }
 )
 estimate = lab.table(
@@ -607,21 +609,21 @@ estimate = lab.table(
         }
         for n, mib in in_flight.items()
     ],
-    f"In flight on {gpu}, whose L2 cache has {l2:.0f} MiB: from 8,192 columns on a program of "
-    f"online has 256 threads of {held:.0f} registers, so the 65,536 registers of an SM suffice for "
-    f"{at_once:.0f} programs, and {sms} SMs work on {sms * at_once:.0f} rows at once. An estimate: "
-    "a cache may hold other data",
+    f"In flight on {gpu}, whose L2 cache has {l2:.0f} MiB: from 8,192 columns on, a program of "
+    f"online has 256 threads with {held:.0f} registers each, so the 65,536 registers of an SM "
+    f"suffice for {at_once:.0f} programs, and {sms} SMs work on {sms * at_once:.0f} rows at once. "
+    "This is an estimate, because the cache may also hold other data",
 )
 counted = lab.read(
-    f"Of an input of {given / 1e6:.0f} MB with 8,192 columns `online` reads "
-    f"{fetched / 1e6:.0f} MB from memory, by the hardware counters of “Measuring a kernel” "
-    "(“Where do the bytes go?”)."
+    f"For an input of {given / 1e6:.0f} MB with 8,192 columns, `online` reads "
+    f"{fetched / 1e6:.0f} MB from memory, according to the hardware counters of “Measuring a "
+    "kernel” (“Where do the bytes go?”)."
 )
 unexplained = lab.read(
-    "**What we cannot explain.** We did not look for the cause of three results: at "
-    f"{long:,} columns `simple_softmax` reaches {share['simple_softmax', long]:.0f} %, where its "
-    f"bytes allow {100 * 2 / 8:.0f}, and `online` {share['online', long]:.0f}, where they allow "
-    f"{100 * 2 / 3:.0f}; and `three_pass`"
+    "**What we cannot explain.** We have not looked for the cause of three results: at "
+    f"{long:,} columns, `simple_softmax` reaches {share['simple_softmax', long]:.0f} %, although "
+    f"its bytes allow {100 * 2 / 8:.0f}, and `online` reaches {share['online', long]:.0f} instead "
+    f"of {100 * 2 / 3:.0f}; and `three_pass`"
     + (
         f" dips at {' and '.join(f'{n:,}' for n in dips)} columns."
         if dips
@@ -631,7 +633,7 @@ unexplained = lab.read(
 fewer_table = [
     lab.table(
         fewer.rows,
-        f"The timed online kernel with more threads in a program, {gpu}: fewer programs fit on an "
+        f"The timed online kernel with more threads per program, {gpu}: fewer programs fit on an "
         "SM, so fewer rows are in flight",
     )
     for _ in range(bool(fewer_at))
@@ -642,17 +644,17 @@ lab.together(estimate, *fewer_table, counted, unexplained, kernel)
 # One read: row
 # -------------
 #
-# A program that keeps its row on chip needs no second read, and no loop: ``row`` is
+# A program that keeps its row on chip needs neither a second read nor a loop. ``row`` is
 # ``blockwise_kernel`` with a single block, a power of two, that covers the row. It widens the row
-# to float32 and keeps it in its :term:`registers <register>`, the fastest storage of a streaming
+# to float32 and keeps it in :term:`registers <register>`, the fastest storage of a streaming
 # multiprocessor (:term:`SM`).
 
 # Folded: The row kernel whole, which takes one or more rows per program
 lab.listing(
     {
         "UNIT is the greatest power of two, up to 16, that divides the length and the stride of "
-        "rows. n_cols // UNIT * UNIT is n_cols, but now the compiler knows that UNIT divides it, "
-        "and a thread may load several numbers at once": row_fwd_kernel
+        "rows. n_cols // UNIT * UNIT is still n_cols, but now the compiler knows that UNIT "
+        "divides it, so a thread may load several numbers at once": row_fwd_kernel
     }
 )
 
@@ -667,23 +669,23 @@ gains = {
 }
 lab.read(
     (
-        f"Yet nothing is gained. Up to {cached:,} columns `online` is already as fast as a copy. "
-        "On longer rows, where a single read allows 100 %, `row` is no faster: "
-        f"{share['one program', 65536]:.0f} % at 65,536 columns, where `online` has "
+        f"Yet on {gpu} we gain nothing. Up to {cached:,} columns, `online` is already as fast as a "
+        "copy. On longer rows, although a single read allows 100 %, `row` is no faster: at 65,536 "
+        f"columns it reaches {share['one program', 65536]:.0f} %, where `online` reaches "
         f"{share['online', 65536]:.0f}. "
         if max(gains.values()) < 1
-        else f"Next to nothing is gained: at 32,768 columns `row` reaches {one:.0f} %. "
+        else f"Yet on {gpu} we gain next to nothing: at 32,768 columns, `row` reaches {one:.0f} %. "
     )
     + "The next section looks for the reason in the registers."
     if max(gains.values()) < 1.03
-    else f"`row` is up to {max(gains.values()):.2f} times as fast as `online`. Yet at 32,768 "
-    f"columns it reaches {one:.0f} %, although a single read allows 100. The next section looks "
-    "for the reason in the registers."
+    else f"On {gpu}, `row` is up to {max(gains.values()):.2f} times as fast as `online`. Yet at "
+    f"32,768 columns it reaches {one:.0f} %, although a single read allows 100. The next section "
+    "looks for the reason in the registers."
 )
 
 # %%
-# Packed: two programs on an SM
-# -----------------------------
+# Two programs per SM: packed
+# ---------------------------
 
 
 # Measuring
@@ -805,12 +807,12 @@ def fit(programs):
 # Reading
 row_each, row_whole, row_fit = registers_of("row", 32768, 512)
 lab.read(
-    "While one program computes, another can load its row, if both fit on the SM. They share its "
-    "65,536 registers of 4 bytes. For a row of 32,768 columns a program of `row` has 512 threads "
-    "with 64 numbers each, widened to float32. With its other values a thread takes "
-    f"{row_each:.0f} registers, and the program 512 × {row_each:.0f} = {row_whole:,.0f}, "
+    "While one program computes, another can load its row, provided that both fit into the 65,536 "
+    "registers of the SM, each of 4 bytes. For a row of 32,768 columns, a program of `row` has 512 "
+    "threads, each holding 64 numbers widened to float32. Together with its other values, a thread "
+    f"needs {row_each:.0f} registers and the program 512 × {row_each:.0f} = {row_whole:,.0f}, "
     + (
-        "so it is alone on its SM."
+        "so the program has the SM to itself."
         if row_fit == 1
         else f"so {fit(row_fit)} programs fit on an SM."
     )
@@ -819,17 +821,17 @@ lab.read(
 # %%
 # .. animation:: registers_of_an_sm
 #
-# ``packed`` makes room for a second program, because it keeps a 16-bit row as it is in memory: each
-# int32 of ``raw`` holds a pair of numbers. ``widen`` reads the two halves as numbers of ``dtype``
-# (a ``bitcast`` changes no bit, only what the bits stand for) and interleaves them as float32.
+# ``packed`` makes room for a second program by keeping a 16-bit row as it is in memory: each int32
+# of ``raw`` holds a pair of numbers. ``widen`` reads the two halves as numbers of ``dtype`` (a
+# ``bitcast`` changes no bit, only what the bits stand for) and interleaves them as float32.
 
 lab.source(widen)
 
 # %%
-# Each of the three steps widens the row anew, so that it need not stay in registers as float32.
-# A compiler could still widen it once and keep it there, so we add to ``raw`` between the steps an
-# argument named ``zero``, whose value, always 0, the compiler cannot know. What this gains we did
-# not measure. ``narrow`` packs the results again.
+# Each of the three steps widens the row anew, so that it need not stay in registers as float32. To
+# keep the compiler from widening it only once, we add an argument named ``zero`` to ``raw`` between
+# the steps: it is always 0, but the compiler cannot know that. We did not measure what this gains.
+# ``narrow`` packs the results again.
 
 lab.source(packed_row_fwd_kernel, "widen")
 
@@ -848,25 +850,24 @@ far = [
     for sweep in ladder.elsewhere
 ]
 lab.read(
-    f"`packed` takes {packed_each:.0f} registers per thread"
-    + ", which are given out in eights" * (given != packed_each)
+    f"`packed` needs {packed_each:.0f} registers per thread"
+    + ", which the GPU rounds up to a multiple of eight" * (given != packed_each)
     + f": 512 × {given:.0f} = {packed_whole:,.0f}, so {fit(packed_fit)} programs fit. At 32,768 "
-    f"columns it reaches {packed:.0f} % of a copy, where `row` reached {one:.0f}. "
+    f"columns it reaches {packed:.0f} % of a copy's speed, where `row` reached {one:.0f}. "
     + (
-        "The second program can make such a difference"
+        "A second program can make such a difference"
         if both - alone > 2
-        else "The second program alone does not make the difference"
+        else "A second program alone does not make the difference"
     )
     + ": in a loop over rows, which lets us set the number of programs per SM, the same kernel "
-    f"reaches {alone:.0f} % with one and {both:.0f} with two. "
+    f"reaches {alone:.0f} % with one program and {both:.0f} with two. "
     + (
-        "Because the loop has a cost of its own, we do not know whether this explains the whole "
-        "step. "
+        "Since the loop itself costs time, we do not know whether this explains the whole step. "
         if looped > 2
         else ""
     )
     + "".join(
-        f"On {name}, whose memory is slower, `row` already has {reached:.0f} % at this length."
+        f"On {name}, whose memory is slower, `row` already reaches {reached:.0f} % at this length."
         for name, reached in far
         if "H100" in name and reached > 95
     )
@@ -893,16 +894,16 @@ spilled = on_sm.get(("row", 65536), {}).get("spills", 0)
 lone, spilling, several = (speed(name, 65536) for name in ("packed", "row", "split"))
 told = lab.read(
     "We measured the loop in a separate run, on half as many rows as in the figures, from which "
-    f"it differs by up to {gap:.0f} points. In that run, at 32,768 columns, `packed` without the "
-    f"loop reaches {speed('packed', 32768):.0f} % and `row` {speed('row', 32768):.0f}; why the "
-    "loop costs so much we have not measured. "
+    f"its results differ by up to {gap:.0f} points. In that run, at 32,768 columns, `packed` "
+    f"without the loop reaches {speed('packed', 32768):.0f} % and `row` "
+    f"{speed('row', 32768):.0f}; we have not measured why the loop costs so much. "
     "At 65,536 columns, where one program of `packed` or `row` fills an SM, `packed` "
     f"reaches {lone:.0f} %, `row` {spilling:.0f}, and `split`, the kernel of the next section, "
     f"{several:.0f}. "
     + (
-        "A program of `row` has 1,024 threads there, so a thread can have only 64 registers, and "
-        f"it holds 64 numbers: {spilled} values are kept in memory instead (they spill), which "
-        "may be why `row` is slower than `packed`."
+        "With 1,024 threads in a program of `row`, each thread can have only 64 registers, but it "
+        f"has to hold 64 numbers and more: {spilled} values are kept in memory instead (they "
+        "spill), which may be why `row` is slower than `packed`."
         if spilled and lone > spilling
         else ""
     )
@@ -911,8 +912,8 @@ measured = lab.table(sm_table.rows, f"Programs per SM and the speed, bfloat16, {
 lab.together(told, measured, kernel)
 
 # %%
-# Split: programs share a row
-# ---------------------------
+# Several programs per row: split
+# -------------------------------
 
 # Reading
 alone_each, alone_whole, alone_fit = registers_of("packed", 65536, 1024)
@@ -920,50 +921,53 @@ parts, part_cols, part_warps = tuned.split(65536, 2, "forward")
 part_threads = 32 * part_warps
 part_each, _, part_fit = registers_of("split", 65536, part_threads)
 lab.read(
-    f"At 65,536 columns the program of `packed` takes {alone_whole:,.0f} registers"
-    + (", so it is alone again. " if alone_fit == 1 else ". ")
+    f"At 65,536 columns, a program of `packed` needs {alone_whole:,.0f} registers"
+    + (", so it again has the SM to itself. " if alone_fit == 1 else ". ")
     + f"`split` cuts such a row into {parts} parts of {part_cols:,} columns. The program of a part "
-    f"has {part_threads} threads with {part_each:.0f} registers each, so {fit(part_fit)} fit."
+    f"has {part_threads} threads with {part_each:.0f} registers each, so {fit(part_fit)} such "
+    "programs fit."
 )
 
 # %%
-# Because pairs merge, programs that share a row need only each other's pairs. Each *publishes* the
-# pair of its part in a *slot* of memory, which is zero at first, and *collects* those of the
-# others: an :term:`exchange`.
+# Since pairs merge, programs that share a row need only each other's pairs. In an :term:`exchange`,
+# each program *publishes* the pair of its part in a *slot* of memory, which is zero at first, and
+# *collects* the pairs of the others.
 #
 # .. animation:: publish_and_collect
 #
-# The smallest kernel that does this, for float32, follows in pieces. It looks at one slot after the
-# other; ``split``, as drawn, reads all of a row in one look. ``pair_of`` loads a part:
+# We go through the smallest kernel that does this, for float32, piece by piece. It looks at one
+# slot after another, whereas ``split``, as in the drawing, reads all slots of a row at once.
+# ``pair_of`` loads a part:
 
 lab.source(pair_of)
 
 # %%
-# **Publish.** With four parts per row, programs 0 to 3 share row 0, and programs 4 to 7 row 1. In
-# the 64 bits of a slot, ``<< 32`` puts the maximum above the sum. The sum is positive, so its sign
-# bit is 0, and widening it to 64 bits leaves the upper half zero. An :term:`atomic` stores all 64
-# bits at once, so a reader finds either an empty slot or a whole pair, and needs no lock. The
-# kernel, decorated with ``@triton.jit``, begins:
+# **Publish.** With four parts per row, programs 0 to 3 share row 0, and programs 4 to 7 share row
+# 1. In the 64 bits of a slot, ``<< 32`` puts the maximum above the sum. The sum is positive: its
+# sign bit is 0, and widening it to 64 bits leaves the upper half zero. An :term:`atomic` stores all
+# 64 bits at once, so a reader finds either an empty slot or a whole pair and needs no lock. The
+# kernel, decorated with ``@triton.jit``, begins like this:
 
 lab.source(shared_row_kernel, "def", "publish")
 
 # %%
-# **Collect.** The program *polls* each slot: it reads the slot, by an atomic *or* with 0, until a
-# pair is there, and merges the pair with those before. The loop also meets the program's own slot,
-# so the sum starts at 0. At the end the program rescales its own numerators, which it still has in
-# registers.
+# **Collect.** The program *polls* each slot: it reads the slot, by an atomic *or* with 0, until it
+# finds a pair, and merges this pair with the earlier ones. The loop also visits the program's own
+# slot, so the sum starts at 0. At the end, the program rescales its own numerators, which are still
+# in registers.
 
 lab.source(shared_row_kernel, "collect", "write")
 
 # %%
-# Before every launch the slots must be zero again, because any other value counts as a pair:
+# Before every launch, we clear the slots, because any nonzero value counts as a pair:
 
 lab.source(shared_softmax)
 
 # %%
 # **Give up.** GPUs usually start programs in order, so the parts of a row run at about the same
-# time, but nothing promises that. If programs that wait held every SM, a missing part could never
-# start: a deadlock. So after ``max_polls`` polls a program computes the missing pair itself.
+# time, but nothing guarantees it. If waiting programs held every SM, a missing part could never
+# start: a deadlock. Therefore, after ``max_polls`` polls, a program computes the missing pair
+# itself.
 
 # %%
 
@@ -993,10 +997,10 @@ off = (y / torch.softmax(x.double(), dim=-1) - 1).abs().max()
 errors = [row["largest relative error"] for row in tried.rows]
 patience = max((row["max_polls"] for row in tried.rows), default=exchange.MAX_POLLS)
 lab.read(
-    f"With four programs per row no result on {gpu} is off by more than {ten(max(errors))} of "
-    "itself, whether programs wait or, with no polls allowed, do not."
+    f"With four programs per row, the largest relative error on {gpu} is {ten(max(errors))}, "
+    "whether we let programs wait or allow no polls at all."
     if errors
-    else f"With four programs per row no result is off by more than {ten(off)} of itself."
+    else f"With four programs per row, the largest relative error is {ten(off)}."
 )
 
 # %%
@@ -1012,19 +1016,11 @@ step(
 # %%
 
 # Reading
-ours, theirs = (
-    {n: share[name, n] for n in COLUMNS if n > SPLIT}
-    for name in ("Kernel Book", "online")
-)
 lab.read(
-    "So one read is enough even for a very wide row: `split` reaches "
-    + " and ".join(
-        f"{speed_of:.0f}{' %' * (not i)} at {n:,}{' columns' * (not i)}"
-        for i, (n, speed_of) in enumerate(ours.items())
-    )
-    + f", where `online` has {' and '.join(f'{of_online:.0f}' for of_online in theirs.values())}"
-    + f". Its times include filling the slots with zeros. `row` ends at {long // 2:,} columns, "
-    "because a longer row does not fit in one program."
+    f"One read is thus enough even for a very wide row: at {long:,} columns, `split` reaches "
+    f"{share['Kernel Book', long]:.0f} %, where `online` reaches {share['online', long]:.0f}. This "
+    "includes the time to fill the slots with zeros. The line of `row` ends at "
+    f"{long // 2:,} columns, because a longer row does not fit in one program."
 )
 
 # %%
@@ -1042,30 +1038,31 @@ kernel = lab.listing(
     }
 )
 why_32 = lab.read(
-    "**Why a poll reads at least 32 slots.** In each poll a program reads at least 32 slots, one "
-    "for each thread of a warp; this number is `LOOKS`. If there are fewer parts, a slot is read "
-    "more than once (`parts % N_PARTS`), and `collect` drops the surplus. If a poll read only 16 "
-    "slots, threads 0 and 16 of a warp would both read slot 0, each by a load of its own. Thread 0 "
-    "may read it just before it is filled and thread 16 just after. Then half of the warp leaves "
-    "the loop and the other half goes on, although the `tl.min` in the loop needs all 32 threads. "
-    "The `tl.min` over `THREADS` comes only after the loop, which is too late for that. With 32 "
-    "each thread of a warp reads one slot, and all get the same minimum. `volatile` makes each "
-    "poll a new read of memory."
+    "**Why a poll reads at least 32 slots.** In each poll, a program reads at least 32 slots, one "
+    "for each thread of a warp; this number is `LOOKS`. If a row has fewer parts, some slots are "
+    "read more than once (`parts % N_PARTS`), and `collect` drops the surplus. If a poll read only "
+    "16 slots, threads 0 and 16 of a warp would both read slot 0, each with its own load. Thread 0 "
+    "might read it just before it is filled and thread 16 just after. Half of the warp would then "
+    "leave the loop and the other half go on, although the `tl.min` in the loop needs all 32 "
+    "threads. The `tl.min` over `THREADS` comes only after the loop, too late to prevent that. "
+    "With 32 slots, each thread of a warp reads one, and all get the same minimum. `volatile` "
+    "makes each poll read memory anew."
 )
 why_not_empty = lab.read(
     "**Why no pair looks like an empty slot.** The pairs of softmax are never 0, because the "
     "largest element of a part adds 1 to its sum. But a part of nothing but minus infinity has no "
-    "such element, and other chapters publish other numbers. So `to_slot` stores a pair XOR a "
-    "constant, the bits of two NaN that no arithmetic produces, and every pair is stored as "
-    "something other than zero. The atomic can be `relaxed`, which means that it does not order "
-    "any other memory access, because the reader needs no other memory of this part. If a pair is "
-    "late, `row_statistics` reads the whole row."
+    "such element, and other chapters publish other numbers. `to_slot` therefore stores a pair XOR "
+    "a constant, the bits of two NaN that no arithmetic produces, so that no pair is stored as "
+    "zero. The atomic can be `relaxed`, which means that it orders no other memory access: the "
+    "reader needs nothing else that this part has written. If a pair is late, `row_statistics` "
+    "reads the whole row."
 )
 in_numbers = lab.read(
     f"**In numbers.** A thread of `split` holds {part_cols // part_threads} numbers of the row, as "
-    "one of `row` does; why the compiler needs fewer registers for it we did not find out. A "
-    f"program polls at most {patience:,} times; how often one gives up in the timed runs we did "
-    "not count. The figure shows `packed` and `split` where the package runs them."
+    "a thread of `row` does; we did not find out why the compiler needs fewer registers for it. A "
+    f"program polls at most {patience:,} times; we did not count how often a program gives up in "
+    "the timed runs. The figure shows `packed` and `split` at the lengths for which the package "
+    "runs them."
 )
 lab.together(in_numbers, kernel, why_32, why_not_empty)
 
@@ -1073,10 +1070,10 @@ lab.together(in_numbers, kernel, why_32, why_not_empty)
 # Is it right?
 # ------------
 #
-# We check all kernels against float64, because sums in another order round differently. The
+# Sums taken in another order round differently, so we check all kernels against float64. The
 # tolerance is twice PyTorch's own error, or one unit in the last place (:term:`ulp`) if that is
-# larger. In float32 we allow double that, because multiplying by :math:`1 / d` and computing
-# :math:`e^x` as ``exp2(x * LOG2E)`` may round more than PyTorch does.
+# larger. In float32 we double it, because multiplying by :math:`1 / d` and computing :math:`e^x` as
+# ``exp2(x * LOG2E)`` may round more than PyTorch does.
 
 
 # Measuring
@@ -1140,17 +1137,17 @@ worst = max(
     default=nan,
 )
 lab.read(
-    f"On {gpu} all {len(rows['forward'])} checks of forward and {len(rows['backward'])} of "
-    "backward pass"
+    f"On {gpu}, our kernels pass all {len(rows['forward'])} forward checks and all "
+    f"{len(rows['backward'])} backward checks"
     + (
-        f". Our kernels do round more: without the doubling {beyond} of the "
-        f"{sum(row['dtype'] == 'float32' for row in both)} checks in float32 would fail, and an "
-        f"error is up to {worst:.1f} times PyTorch's there."
+        f". They do round more: in float32 errors reach {worst:.1f} times PyTorch's, and without "
+        f"the doubling {beyond} of the {sum(row['dtype'] == 'float32' for row in both)} checks "
+        "would fail."
         if beyond
         else "."
     )
     if both
-    else "The checks of this page were not recorded; the fold has those made here."
+    else "The checks of this page were not recorded; the fold shows those made here."
 )
 
 # %%
@@ -1182,11 +1179,12 @@ for name, x in special.items():
 forward_check = lab.check("softmax, forward", of("forward"))
 backward_check = lab.check("softmax, backward", of("backward"))
 odd_rows = lab.table(
-    rows, "Rows that break things: first and last element of the result"
+    rows, "Rows that break things: the first and the last element of the result"
 )
 of_errors = lab.read(
     "An error is the largest in a stretch of up to 64 rows and 1,024 columns, relative to the "
-    "largest result there; in the section before it was relative to each result, however small."
+    "largest result in it; in the previous section, an error was relative to its own result, "
+    "however small."
 )
 lab.together(of_errors, forward_check, backward_check, odd_rows)
 
@@ -1210,12 +1208,12 @@ there = [
 ]
 at = "4,096 to 16,384 columns"
 lab.read(
-    "The package's `softmax` chooses by the length of a row: in 16 bits `row` up to "
-    f"{PACKED:,} columns, `packed` up to {SPLIT:,} and `split` beyond; in float32, which cannot be "
-    f"packed, `row` up to {SPLIT // 2:,} and `split` beyond. It runs `online` only beyond "
-    f"{tuned.ROW_COLS:,} columns, but its merge lives on in `split` and in attention. "
+    "The package's `softmax` chooses a kernel by the length of a row. In 16 bits it runs `row` up "
+    f"to {PACKED:,} columns, `packed` up to {SPLIT:,} and `split` beyond; in float32, which cannot "
+    f"be packed, it runs `row` up to {SPLIT // 2:,} and `split` beyond. It resorts to `online` "
+    f"only above {tuned.ROW_COLS:,} columns, but the merge lives on in `split` and in attention. "
     + (
-        f"Yet at {at} `online` is up to {max(lag.values()):.0f} points faster on {gpu}"
+        f"Yet from {at}, `online` is up to {max(lag.values()):.0f} points faster on {gpu}"
         + "".join(
             f", and at most {max(points):.0f} on {name}"
             for name, points in there
@@ -1224,7 +1222,7 @@ lab.read(
         + "."
     )
     if min(lag.values()) > 0.5
-    else f"From {at} `online` is not ahead of this choice at every length."
+    else f"From {at}, `online` is not ahead of this choice at every length."
 )
 
 # %%
@@ -1245,9 +1243,9 @@ facts = lab.facts(
 )
 
 # %%
-# We compare ours (“Kernel Book” in the figure) with ``torch.softmax`` (“PyTorch”),
-# ``torch.compile``, Liger (LinkedIn's Triton kernels, for at most 65,536 columns) and quack (in
-# NVIDIA's CuTe DSL, by an author of FlashAttention).
+# We compare our kernels (“Kernel Book” in the figure) with ``torch.softmax`` (“PyTorch”),
+# ``torch.compile``, Liger (LinkedIn's Triton kernels, for at most 65,536 columns) and quack
+# (written in NVIDIA's CuTe DSL by an author of FlashAttention).
 
 # %%
 
@@ -1336,22 +1334,19 @@ first = [
 ]
 rest = [row for row in worst if row not in first]
 lab.read(
-    f"Up to {SPLIT:,} columns in bfloat16, and at all lengths in float32, our kernels run at "
-    f"{min(within):.0f} to {max(within):.0f} % of a copy's speed; `torch.softmax` has at most "
-    f"{max(eager.values()):.0f} in bfloat16. "
+    f"In bfloat16 up to {SPLIT:,} columns, and in float32 at all lengths, our kernels run at "
+    f"{min(within):.0f} to {max(within):.0f} % of a copy's speed; in bfloat16, `torch.softmax` "
+    f"reaches at most {max(eager.values()):.0f}. "
     + (
-        f"Our largest loss is to {first[0]['library']}, in {first[0]['dtype']}: "
-        + "".join(
-            ("" if i == 0 else " and " if i == len(first) - 1 else ", ")
-            + f"{gap_of(row)}{' points' * (not i)} at {row['columns']:,}{' columns' * (not i)}"
-            for i, row in enumerate(first)
-        )
+        f"We lose most to {first[0]['library']}, which in {first[0]['dtype']} leads at "
+        f"{len(first)} of the {len(COLUMNS)} lengths, by as much as {gap_of(first[0])} points at "
+        f"{first[0]['columns']:,} columns"
         + (
-            ". Elsewhere "
+            ". Elsewhere, "
             + " and ".join(sorted({row["library"] for row in rest}))
-            + f" lead at {len(rest)} of the {2 * len(COLUMNS)} pairs of length and dtype, by "
-            f"{max(map(gap_of, rest))} at most. Leads below {apart:.1f} points, by which our own "
-            "runs differ, do not count."
+            + f" lead at {len(rest)} of the {2 * len(COLUMNS)} combinations of length and dtype, "
+            f"by at most {max(map(gap_of, rest))}. We do not count leads below {apart:.1f} points, "
+            "by which our own runs differ."
             if rest
             else "."
         )
@@ -1491,8 +1486,8 @@ hinted = times_of(reads, "one read, evict_first")
 text = ""
 if online_leads:
     text += (
-        f"**The lead of `online`.** `online` leads `row` by {online_leads}. The numbers that a "
-        f"thread holds are not the reason: 32 or 64 change a time by at most {few:.1f} %. "
+        f"**The lead of `online`.** `online` leads `row` by {online_leads}. The reason is not how "
+        f"many numbers a thread holds: 32 instead of 64 change a time by at most {few:.1f} %. "
     )
 if online_leads and hinted:
     row_takes, online_takes = (
@@ -1501,17 +1496,17 @@ if online_leads and hinted:
     )
     closed = (row_takes - hinted[1]) / (row_takes - online_takes)
     text += (
-        "The last load of `online` has the hint `evict_first`, by which the cache drops first what "
-        "nobody will read again. We gave `row` the same hint, and it "
+        "The last load of `online` has the hint `evict_first`, which asks the cache to drop first "
+        "what nobody will read again. The same hint, given to `row`, "
         + (
             "closes the gap, so the hint is the reason. "
             if closed > 0.8
             else f"closes {100 * closed:.0f} % of the gap. "
             if closed > 0.2
-            else "does not close the gap either, so the lead stays unexplained. "
+            else "does not close the gap either, so the lead remains unexplained. "
         )
     )
-text = text or "The lead of `online` was not found again. "
+text = text or "We did not find the lead of `online` again. "
 of_online = lab.read(text + "In float32 we did not measure `online`.")
 lowest = min(eager, key=eager.get)
 compiled = [
@@ -1538,17 +1533,17 @@ of_others = lab.read(
     f"`torch.compile` from {compiled[drop - 1]:.0f} to {compiled[drop]:.0f} between "
     f"{COLUMNS[drop - 1]:,} and {COLUMNS[drop]:,}. "
     + (
-        "Memory does not limit them there: float32, which has twice as many bytes, takes at most "
-        f"{100 * (slower - 1):.0f} % longer."
+        "At these lengths memory does not limit them: float32, with twice as many bytes, takes at "
+        f"most {100 * (slower - 1):.0f} % longer."
         if slower < 1.4
-        else f"There float32, which has twice as many bytes, takes up to {slower:.1f} times as "
-        "long."
+        else "At these lengths float32, with twice as many bytes, takes up to "
+        f"{slower:.1f} times as long."
     )
-    + " PyTorch's source shows what changes there: one kernel keeps up to nine numbers of a row in "
-    "the registers of each of 1,024 threads, and so ends at 9,216 columns, where another one, "
-    "through shared memory, takes over. `torch.compile` generates a kernel that, beyond 1,024 "
-    "columns, corrects the sum for every number and not for every block, which makes three "
-    "exponentials per number where `row` computes one."
+    + " PyTorch's source shows what changes: one kernel keeps up to nine numbers of a row in the "
+    "registers of each of 1,024 threads, and therefore ends at 9,216 columns, where another "
+    "kernel, which goes through shared memory, takes over. Beyond 1,024 columns, `torch.compile` "
+    "generates a kernel that corrects the sum for every number rather than for every block, and so "
+    "computes three exponentials per number where `row` computes one."
 )
 calls = {row["pass"]: row for row in host.rows}
 ours_costs, theirs_costs = (
@@ -1558,16 +1553,16 @@ ours_costs, theirs_costs = (
 of_host = lab.read(
     "**The host.** "
     + (
-        "On small inputs the host sets the time, and PyTorch is ahead: a forward call costs it "
-        f"{theirs_costs:.0f} µs, and us {ours_costs:.0f}."
+        "On small inputs the host sets the time, and PyTorch is ahead: a forward call takes "
+        f"PyTorch {theirs_costs:.0f} µs and our package {ours_costs:.0f}."
         if ours_costs > theirs_costs
         else "On small inputs, where the host sets the time, PyTorch is not ahead."
     )
 )
 of_quack = lab.read(
-    "**The lead of quack.** Its programs exchange through the shared memory of neighbouring SMs (a "
-    "cluster), ours through GPU memory. This may be the reason for its lead where `split` runs, "
-    "but we did not test it."
+    "**The lead of quack.** Its programs exchange their results through the shared memory of "
+    "neighbouring SMs (a cluster), ours through GPU memory. This may be why it leads where `split` "
+    "runs, but we did not test it."
     if any(
         row["library"] == "quack" and row["columns"] > SPLIT for row in lost["forward"]
     )
@@ -1579,18 +1574,18 @@ lab.together(of_online, of_quack, of_others, of_host, host, facts)
 # Backward
 # --------
 #
-# Training needs the gradient too, which takes no exponentials. Let :math:`y` be the output and
-# :math:`dy` the gradient that arrives. Differentiating :math:`y_j = e^{x_j-m}/d` gives
-# :math:`y_j (\delta_{ij}-y_i)` with respect to :math:`x_i`, where :math:`\delta_{ij}` is 1 if
-# :math:`i=j` and 0 otherwise. The chain rule sums that, times :math:`dy_j`, over :math:`j`:
+# Training also needs the gradient, which takes no exponentials. Let :math:`y` be the output and
+# :math:`dy` the incoming gradient. Differentiating :math:`y_j = e^{x_j-m}/d` with respect to
+# :math:`x_i` gives :math:`y_j (\delta_{ij}-y_i)`, where :math:`\delta_{ij}` is 1 if :math:`i=j` and
+# 0 otherwise. By the chain rule, we multiply this by :math:`dy_j` and sum over :math:`j`:
 #
 # .. math::
 #
 #    dx_i = y_i \Big( dy_i - \sum_j y_j\, dy_j \Big)
 #
-# So a program reads :math:`y` and :math:`dy`, computes one :term:`reduction`, and writes
-# :math:`dx`. It takes several short rows at once, hence ``axis=1``, and ``dy`` may have a row
-# stride of its own. A wide row is split, and each of its programs publishes its part of the sum.
+# A program therefore reads :math:`y` and :math:`dy`, computes one :term:`reduction` and writes
+# :math:`dx`. It takes several short rows at once, hence ``axis=1``, and ``dy`` may have its own row
+# stride. Several programs share a wide row, and each publishes its part of the sum.
 
 lab.source(row_bwd_kernel, "gradient")
 
@@ -1641,13 +1636,13 @@ lost["backward"] = backward.losses(*in_dtypes)
 short_rows = back[:-1]
 clear = beyond_noise(backward, lost["backward"])
 lab.read(
-    f"In bfloat16 backward moves its bytes at {min(short_rows):.0f} to {max(short_rows):.0f} % of "
-    f"a copy's speed up to {COLUMNS[-2]:,} columns"
-    + ", so memory limits it there" * (min(short_rows) > 97)
-    + f", and at {back[-1]:.0f} % at {long:,}. "
+    f"In bfloat16 up to {COLUMNS[-2]:,} columns, backward moves its bytes at "
+    f"{min(short_rows):.0f} to {max(short_rows):.0f} % of a copy's speed"
+    + ", so memory is its limit" * (min(short_rows) > 97)
+    + f"; at {long:,} columns it reaches {back[-1]:.0f} %. "
     + (
         f"A library leads by more than {apart:.1f} points at {len(clear)} of the "
-        f"{2 * len(COLUMNS)} pairs, and by {max(map(gap_of, clear))} at most."
+        f"{2 * len(COLUMNS)} combinations, by at most {max(map(gap_of, clear))}."
         if clear
         else f"No library is ahead by more than {apart:.1f} points."
     )
@@ -1677,16 +1672,16 @@ lab.plot(
 )
 compiled_leads = lead(gradients, "torch.compile", "Kernel Book")
 again = lab.read(
-    "Here 100 % is a copy's bytes per second; more is possible, because memory is read faster than "
-    "it is copied (“Measuring a kernel”). "
-    f"`torch.compile` leads our backward kernel by {compiled_leads}; why we have not found out."
+    "Here 100 % is a copy's bytes per second; a kernel can exceed it, because the GPU reads memory "
+    "faster than it copies it (“Measuring a kernel”). "
+    f"`torch.compile` leads our backward kernel by {compiled_leads}; we have not found out why."
     if compiled_leads
-    else "At 8,192 columns `torch.compile` does not lead our backward kernel."
+    else "At 8,192 columns, `torch.compile` does not lead our backward kernel."
 )
 rows = [{"direction": name} | row for name, found in lost.items() for row in found]
 losses = lab.table(
     rows or [{"direction": "none"}],
-    "Where a library is ahead of ours by more than 1 %, in % of a copy",
+    "Where a library is ahead of us by more than 1 %, in % of a copy",
 )
 lab.together(losses, again, kernels)
 
@@ -1694,7 +1689,7 @@ lab.together(losses, again, kernels)
 # What breaks it
 # --------------
 #
-# Three mistakes raise no error. Each is part of one line:
+# Three mistakes raise no error. Each sits in a single line:
 #
 # .. code-block:: python
 #
@@ -1705,7 +1700,7 @@ lab.together(losses, again, kernels)
 #    d = d * alpha + tl.sum(tl.exp(x - m_new), axis=0)  # right
 #
 #    alpha = tl.exp(m - m_new)  # wrong, if m_new can be minus infinity
-#    alpha = tl.exp(m - finite(m_new))  # right: finite makes it 0, here and in d
+#    alpha = tl.exp(m - finite(m_new))  # right: finite turns that into 0, here and in d
 
 
 # Measuring
@@ -1728,9 +1723,9 @@ for other in (float("-inf"), 0.0):
     padded_kernel[(1,)](x, y, 100, 128, other)
     rows.append(f"{y.sum():.4f}")
 lab.read(
-    "**Zeros past the end of the row.** If `other` is 0, the padding has the value 0, and not the "
-    f"weight 0. The results of 100 elements near −5 in a block of 128 then sum to {rows[1]}, and "
-    f"with minus infinity to {rows[0]}."
+    "**Zeros past the end of the row.** If `other` is 0, the padding has the value 0 rather than "
+    "the weight 0. For 100 elements near −5 in a block of 128, the results then sum to "
+    f"{rows[1]}; with minus infinity they sum to {rows[0]}."
 )
 
 # %%
@@ -1747,9 +1742,9 @@ for piece in pieces:
 truth = (pieces - pieces.max()).exp().sum()
 assert wrong > 2 * truth
 lab.read(
-    "**The old sum is not rescaled.** For a sorted row in eight blocks we get a sum of "
-    f"{wrong:.2f} without `alpha`, and with it {right:.2f}, as it should be. With the maximum in "
-    "the first block the mistake would not show."
+    "**An old sum that is not rescaled.** For a sorted row in eight blocks, we get a sum of "
+    f"{wrong:.2f} without `alpha` and the correct {right:.2f} with it. If the maximum were in the "
+    "first block, the mistake would not show."
 )
 
 # %%
@@ -1769,8 +1764,9 @@ assert not guarded.isnan().any()
 lab.read(
     "**A first block of nothing but minus infinity.** The difference of two infinities is NaN, and "
     "so is every later sum. If the first 512 of 600 elements are minus infinity, `online_kernel` "
-    f"returns {unguarded} NaN, and so does `shared_row_kernel` for such a part. The timed kernels "
-    f"use `finite`: the other {(x > 0).sum()}, which are equal, become {guarded[-1]:.4f} each."
+    f"returns {unguarded} NaN; `shared_row_kernel` fails in the same way on such a part. With "
+    f"`finite`, as in the timed kernels, the other {(x > 0).sum()} elements, which are equal, "
+    f"become {guarded[-1]:.4f} each."
 )
 
 # %%
@@ -1778,15 +1774,15 @@ lab.read(
 # -----------------------
 #
 # The recurrence matters most in attention, :math:`\mathrm{softmax}(qk^\top)v`: a sum of the rows of
-# :math:`v`, weighted by the softmax of scores that are far too many for a chip. So a program walks
-# over the keys in blocks and carries, for each query, the pair and the weighted sum so far, which
-# ``alpha`` rescales as well:
-# ``acc = acc * alpha + p @ v``, with the exponentials ``p`` of a block. After the last block
-# ``acc / d`` is the result. So attention needs little memory (Rabe and Staats, 2021) and is fast
-# (Dao et al., 2022), as :doc:`/chapters/attention_forward` shows.
+# :math:`v`, weighted by the softmax of far more scores than fit on a chip. A program therefore
+# walks over the keys in blocks and carries, for each query, the pair and the weighted sum so far.
+# ``alpha`` rescales that sum too: ``acc = acc * alpha + p @ v``, where ``p`` holds the exponentials
+# of a block. After the last block, ``acc / d`` is the result. This is how attention gets by with
+# little memory (Rabe and Staats, 2021) and runs fast (Dao et al., 2022), as
+# :doc:`/chapters/attention_forward` shows.
 #
-# **Try it:** write the kernel for one block of queries. ``tl.dot(a, b, input_precision="ieee")`` is
-# a matmul of two blocks in full float32.
+# **Try it:** write the kernel for one block of queries. ``tl.dot(a, b, input_precision="ieee")``
+# computes the matmul of two blocks in full float32.
 
 # %%
 
@@ -1845,24 +1841,25 @@ lab.check(
 # --------
 #
 # A kernel need not read a row three times. Two reads are enough (``online``), because a maximum and
-# a sum say all that matters of earlier blocks; the second costs little unless rows are long. One
-# read is enough if the row stays on chip: in one program (``row``), packed so that a second program
-# fits (``packed``), or, because pairs merge in any order, spread over several (``split``).
+# a sum say all that matters about earlier blocks; the second read costs little unless rows are
+# long. One read is enough if the row stays on chip: in one program (``row``), packed so that a
+# second program fits (``packed``), or spread over several programs whose pairs merge in any order
+# (``split``).
 
 # %%
 # Exercises
 # ---------
 #
-# **1. Log-softmax.** The logarithm of softmax is :math:`x - m - \log d`. Why is that better than
-# the logarithm of the result? Write the kernel for rows that fit on chip.
+# **1. Log-softmax.** The logarithm of softmax is :math:`x - m - \log d`. Why is it better to
+# compute this than the logarithm of the result? Write the kernel for rows that fit on chip.
 
 # %%
 
 # Solution: log-softmax
 #
 # Where an element of the result underflows to 0, its logarithm is minus infinity, although the true
-# one is a number, about -200 for an element that is 200 below the maximum. The difference
-# x - m - log d contains no number that small, so it stays exact.
+# logarithm is finite: about -200 for an element that is 200 below the maximum. The difference
+# x - m - log d contains no number that small, so it stays accurate.
 
 
 @triton.jit

@@ -2,29 +2,29 @@
 Warps with roles
 ================
 
-In the Triton kernels so far every warp does the same work: it loads, multiplies and stores. On a
-Hopper GPU the loads and the matmuls run in units of their own, and a warp mostly waits for one or
-the other. *What does a kernel gain if some warps only load and the others only multiply, and what
-can go wrong between them?*
+In the Triton kernels so far, every warp does the same work: it loads, multiplies and stores. On a
+Hopper GPU, dedicated units carry out the loads and the matmuls, and a warp spends most of its time
+waiting for one or the other. *What does a kernel gain if some warps only load and the others only
+multiply, and what can go wrong between them?*
 
-This matmul gains nothing: the best loop without roles (third bar) is at least as fast, because its
-steps already keep the tensor cores busy. Triton's ``tl.dot`` is no slower either. But with roles
-the warps that multiply no longer ask for tiles, and attention could compute its softmax in that
-time. So we make a matmul fast without roles, give it roles, find out why they gain nothing there,
-and take them to attention in the next chapter.
+The matmul of this chapter gains nothing. The best loop without roles (third bar) is at least as
+fast, because its steps already keep the tensor cores busy, and Triton's ``tl.dot`` is no slower
+either. But roles relieve the multiplying warps of asking for tiles, and attention could spend that
+time on its softmax. We therefore make a matmul fast without roles, add roles, find out why they
+gain nothing there, and break them on purpose, before the next chapter takes them to attention.
 
 You will learn
 
-- what Hopper does without its threads: the copy engine (:term:`TMA`) moves tiles, and
-  :term:`wgmma` multiplies them;
-- how warps wait for a copy, and roles for each other, with an :term:`mbarrier` and its parity;
+- how the copy engine (:term:`TMA`) moves tiles, and :term:`wgmma` multiplies them, without
+  occupying threads;
+- how an :term:`mbarrier` and its parity make warps wait for a copy, and roles for each other;
 - how to write a complete matmul with roles, and one nearly as fast as :term:`cuBLAS`;
-- what a deadlock and a race look like, and how to find their cause.
+- how to recognise a deadlock or a race, and find its cause.
 
-The kernels are written in :term:`Gluon`, the language below Triton's, in which we say what each
-warp does and where each number lies. They need a Hopper GPU (H100, H200). On any other machine you
-see a recorded run, because Triton's :term:`interpreter` does not know Gluon; only the Python models
-are computed afresh.
+The kernels are written in :term:`Gluon`, the language beneath Triton, in which we say what each
+warp does and where each value lies. They need a Hopper GPU (H100, H200). On any other machine you
+see a recorded run, because Triton's :term:`interpreter` does not support Gluon; only the Python
+models run afresh.
 """
 
 # sphinx_gallery_thumbnail_number = 3
@@ -74,9 +74,9 @@ lab.start("warps_with_roles", "kernelbook.ops.hopper.parts", here=HOPPER)
 # -----------
 #
 # Tensor cores (:term:`matrix units <matrix unit>`) stay busy only if each tile arrives before they
-# need it. We multiply two square matrices, ``c = a @ b``, in bfloat16. One :term:`program` computes
-# a tile of 128 × 256 numbers of ``c``. Each step of its loop takes 64 columns of ``a`` and 64 rows
-# of ``b``.
+# need it. Our example multiplies two square matrices, ``c = a @ b``, in bfloat16. One
+# :term:`program` computes a 128 × 256 tile of ``c``, and each step of its loop takes 64 columns of
+# ``a`` and 64 rows of ``b``.
 
 # %%
 
@@ -88,20 +88,21 @@ step_bytes = 2 * BLOCK_K * (BLOCK_M + BLOCK_N)
 flops_per_cycle = 4096  # of the tensor cores of an SM
 step_cycles = step_flops / flops_per_cycle
 lab.read(
-    f"A step does {step_flops / 1e6:.1f} MFLOP. The tensor cores of an SM do {flops_per_cycle:,} "
-    f"FLOP per cycle, so the step keeps them busy for {step_cycles:,.0f} cycles. In these cycles "
-    f"the {step_bytes / 1024:.0f} KiB of the next step must arrive, or the tensor cores wait."
+    f"A step does {step_flops / 1e6:.1f} MFLOP. At {flops_per_cycle:,} FLOP per cycle, it keeps "
+    f"the tensor cores of an SM busy for {step_cycles:,.0f} cycles. The "
+    f"{step_bytes / 1024:.0f} KiB of the next step must arrive within these cycles, or the tensor "
+    "cores wait."
 )
 
 # %%
-# The bars above are a ladder of four rungs, the first three without roles. In all of them the copy
-# engine loads the tiles, and warps wait for it at a barrier.
+# The bars above form a ladder of four rungs, the first three without roles. On every rung the copy
+# engine loads the tiles and the warps wait for it at a barrier, so we begin with these two.
 #
-# A tile by the copy engine
-# -------------------------
+# A copy engine that loads tiles
+# ------------------------------
 #
-# One thread can load a whole tile, because the copy engine needs no address for each number: the
-# thread names a tile by its first row and column. This kernel copies a tensor by way of
+# A single thread can load a whole tile, because the copy engine does not need an address for each
+# element: the thread names a tile by its first row and column. This kernel copies a tensor through
 # :term:`shared memory`, one tile per program:
 
 
@@ -124,35 +125,35 @@ def copy_kernel(x_desc, y_desc):
 # %%
 # - **Descriptors.** ``x_desc`` and ``y_desc`` are :term:`descriptors <descriptor>`, which the host
 #   writes before the launch. Each says where a tensor lies in global memory, what shape it and its
-#   tiles have (``block_shape``), and where the numbers of a tile lie in shared memory (``layout``).
+#   tiles have (``block_shape``), and how a tile is laid out in shared memory (``layout``).
 # - **Shared memory.** ``allocate_shared_memory`` reserves room for a tile and for a barrier.
-#   ``mbarrier.init`` sets how many arrivals the barrier counts, here one.
-# - **Load.** ``mbarrier.expect`` makes this arrival, and announces how many bytes will come. Gluon
-#   lets one thread of the program execute it, and likewise ``tma_load``, which asks for the tile
-#   and returns at once. ``mbarrier.wait`` holds the threads until the bytes have come; the next
-#   section explains its 0.
+#   ``mbarrier.init`` sets how many arrivals the barrier expects, here one.
+# - **Load.** ``mbarrier.expect`` makes this arrival and announces how many bytes will follow. Gluon
+#   has one thread of the program execute it, and likewise ``tma_load``, which asks for the tile and
+#   returns at once. ``mbarrier.wait`` holds the threads until the bytes have arrived; the next
+#   section explains its argument 0.
 # - **Store.** ``tma_store`` asks the engine to copy the tile to ``y``. ``store_wait(0)`` holds the
-#   threads until the engine has read the tile out of shared memory (0: no store may be left to
-#   read). ``y`` is complete when the kernel has ended. ``tma_load`` and ``tma_store`` are our
-#   names, because Gluon's differ by version.
+#   threads until the engine has read the tile from shared memory (0 is the number of stores that
+#   may still be reading). ``y`` itself is complete when the kernel ends. The names ``tma_load`` and
+#   ``tma_store`` are ours, because Gluon's differ between versions.
 #
-# A barrier and its phases
-# ------------------------
+# A barrier that counts in phases
+# -------------------------------
 #
 # The copy waits once, but a loop waits at the same barrier again and again. It can, because a
-# barrier counts in *phases*: a phase ends when the expected number of threads has arrived **and**
-# the expected number of bytes has been written, and then the next begins by itself, with the count
+# barrier counts in *phases*. A phase ends when the expected number of threads has arrived **and**
+# the expected number of bytes has been written; the next one then begins by itself, with the count
 # that ``init`` has set.
 #
-# A thread must therefore say which phase it waits for, by one bit, the *parity*. Phases are
-# numbered 0, 1, 2, …, and ``mbarrier.wait(barrier, parity)`` lets a thread pass when the last phase
-# that has ended has this parity. As a model in Python, with arrivals but no bytes:
+# A thread must therefore say which phase it is waiting for, using a single bit, the *parity*.
+# Phases are numbered 0, 1, 2, …, and ``mbarrier.wait(barrier, parity)`` lets a thread pass when the
+# last phase to end has this parity. Here is a model in Python, with arrivals but no bytes:
 
 
 class Barrier:
     def __init__(self, count):
         self.count = self.missing = count
-        self.phase = 0  # the phase that has not ended yet
+        self.phase = 0  # the phase in progress
 
     def arrive(self):
         self.missing -= 1
@@ -164,8 +165,8 @@ class Barrier:
 
 
 # %%
-# At a new barrier parity 0 blocks, because phase 0 has not ended, and parity 1 passes at once, as
-# if a phase −1 had ended before.
+# At a new barrier, parity 0 blocks because phase 0 has not ended, whereas parity 1 passes at once,
+# as if a phase −1 had already ended.
 
 
 # Drawing
@@ -200,9 +201,9 @@ def drawn_phases(axes):
 
 
 lab.sketch(
-    "Which waiter a barrier lets pass, by parity",
+    "When a barrier lets a thread pass, by parity",
     "Two bars over four phases. In phase 0 parity 0 blocks and parity 1 passes; in phase 1 parity "
-    "0 passes and parity 1 blocks; and so on in turn.",
+    "0 passes and parity 1 blocks; and so on, alternating.",
     drawn_phases,
     height=2.4,
 )
@@ -211,9 +212,10 @@ lab.sketch(
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    One bit cannot tell phase 2 from phase 0. A thread that asks for phase 2 while phase 1 still
-#    runs passes at once, because phase 0 has the same parity. A thread that comes one phase late
-#    waits for the next phase of that parity, which may never end. Neither mistake is reported.
+#    One bit cannot tell phase 2 from phase 0. A thread that asks for phase 2 while phase 1 is still
+#    running passes at once, because phase 0 had the same parity. A thread that asks one phase too
+#    late waits for the next phase of that parity, which may never end. Nothing reports either
+#    mistake.
 
 # Measuring
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
@@ -473,23 +475,24 @@ def turns():
 # Three rungs without roles
 # -------------------------
 #
-# To judge roles, we first make a matmul fast without them, in one kernel whose eight warps all load
-# and multiply. Shared memory holds a *ring* of slots, each with room for the two tiles of a step:
-# ``a_s.index(slot)`` and ``b_s.index(slot)``. Step ``i`` takes slot ``i % STAGES``. Each slot has a
-# barrier, ``full.index(slot)``, at which the warps wait until its tiles have been written.
+# To judge roles fairly, we first make a matmul fast without them, in one kernel whose eight warps
+# all load and multiply. Its shared memory holds a *ring* of slots, each with room for the two tiles
+# of a step, ``a_s.index(slot)`` and ``b_s.index(slot)``. Step ``i`` uses slot ``i % STAGES``. Each
+# slot has a barrier, ``full.index(slot)``, at which the warps wait until its tiles have been
+# written.
 #
-# **Rung 1: load, wait, multiply.** There is one slot. The next tiles may come only when a matmul
-# has read it, and until they have come the tensor cores are idle.
+# **Rung 1: load, wait, multiply.** There is only one slot. The next tiles cannot be loaded until
+# the matmul has read this slot, and until they arrive the tensor cores are idle.
 #
-# **Rung 2: loads ahead.** With three slots, the tiles of the next two steps come during a matmul.
+# **Rung 2: loads ahead.** With three slots, the tiles of the next two steps arrive during a matmul.
 # But the warps wait for the matmul before they ask for more tiles, and while they ask, the tensor
 # cores are idle.
 #
 # **Rung 3: one matmul in flight.** The warps need not wait, because ``wgmma``, like the copy, only
-# starts the work: with ``is_async=True``, ``warpgroup_mma`` returns at once. Later
-# ``warpgroup_mma_wait(n)`` waits until at most ``n`` matmuls are unfinished. It takes the sums as
-# ``deps`` and hands them back, because nothing may read them before. If ``n`` is 1, the tensor
-# cores already have the next matmul while the warps ask for tiles:
+# starts the work: with ``is_async=True``, ``warpgroup_mma`` returns at once. A later
+# ``warpgroup_mma_wait(n)`` waits until at most ``n`` matmuls are unfinished. It takes the
+# accumulators as ``deps`` and hands them back, since nothing may read them before then. With ``n``
+# equal to 1, the tensor cores already have the next matmul while the warps ask for tiles:
 
 
 # Drawing
@@ -540,9 +543,9 @@ lab.sketch(
 )
 
 # %%
-# This is the loop of all three; the tiles of the first ``STAGES`` steps have been asked for before
-# it. ``IN_FLIGHT`` is 0 in rungs 1 and 2, and 1 in rung 3. ``acc`` holds the sums. Our ``fetch``
-# announces a step's tiles and asks for them, if its last argument is true.
+# All three rungs share this loop; before it, the kernel asks for the tiles of the first ``STAGES``
+# steps. ``IN_FLIGHT`` is 0 in rungs 1 and 2, and 1 in rung 3; ``acc`` holds the accumulators. Our
+# ``fetch`` announces a step's tiles and asks for them if its last argument is true.
 #
 # .. literalinclude:: warps_with_roles.py
 #    :language: python
@@ -551,7 +554,7 @@ lab.sketch(
 #    :dedent:
 #
 # In rung 3, for example, step 5 refills the slot of step 4 with the tiles of step 7. One barrier
-# per slot is enough, because the warps that read a slot also refill it, and Triton makes all eight
+# per slot is enough here: the warps that read a slot also refill it, and Triton makes all eight
 # meet before one thread asks.
 
 
@@ -632,19 +635,19 @@ def loop_kernel(
 
 
 # %%
-# Roles: a ring with two barriers per slot
-# ----------------------------------------
+# A ring with two barriers per slot
+# ---------------------------------
 #
-# In rung 3 the warps that multiply still ask for tiles. With roles no warp does two things:
+# In rung 3 the warps that multiply still ask for tiles. With roles, no warp does both:
 #
-# - **The loader**, one :term:`warp`, asks the copy engine for tiles.
-# - **A consumer**, a :term:`warpgroup` of four warps, issues matmuls and holds the sums. It takes
-#   four, because each of the SM's four tensor cores works with the registers of one warp.
+# - **The loader**, a single :term:`warp`, asks the copy engine for tiles.
+# - **A consumer**, a :term:`warpgroup` of four warps, issues matmuls and holds the accumulators. It
+#   takes four, because each of the SM's four tensor cores works with the registers of one warp.
 #
-# The loader refills slots that it does not read, so it must be told when the consumers have read
-# them. Each slot therefore has a second barrier. At ``full`` the consumers wait until the copy
-# engine has written the bytes that the loader has announced, and at ``empty`` the loader waits
-# until the consumers have read the slot.
+# The loader refills slots that it does not read, so the consumers must tell it when they have read
+# them. Each slot therefore has a second barrier. At ``full``, the consumers wait until the copy
+# engine has written the bytes that the loader has announced; at ``empty``, the loader waits until
+# the consumers have read the slot.
 
 
 # Drawing
@@ -706,8 +709,8 @@ lab.sketch(
 )
 
 # %%
-# Tile ``i`` (in our matmuls: the two tiles of step ``i``) goes to slot ``i % SLOTS``. With two
-# slots, one consumer and five tiles:
+# Tile ``i`` (in our matmuls, the two tiles of step ``i``) goes to slot ``i % SLOTS``. Two slots,
+# one consumer and five tiles show who waits, and when:
 
 
 # Drawing
@@ -731,17 +734,18 @@ def drawn_ring(axes):
         bar(0, empty, empty + ask, "", "asks")
         now = empty + ask
         come[i] = now + copy
-        bar(1 + slot, now, come[i], f"{i} comes", "comes")
+        bar(1 + slot, now, come[i], f"load {i}", "comes")
         begin = max(come[i], before)
         bar(3, before, begin, f"full[{slot}]\nparity {parity}", "waits")
         read[i] = begin + multiply_one
-        bar(1 + slot, come[i], begin, "1 is there" if i == 1 else "", "lies")
-        bar(1 + slot, begin, read[i], f"{i} is read", "reads")
+        bar(1 + slot, come[i], begin, "1 ready" if i == 1 else "", "lies")
+        bar(1 + slot, begin, read[i], f"read {i}", "reads")
         bar(3, begin, read[i], f"matmul {i}", "reads")
     axes.set_yticks(range(4), ["loader", "slot 0", "slot 1", "consumer"])
     axes.invert_yaxis()
     axes.set(
-        xticks=[], xlabel="time, not to scale; grey: waits, orange: asks for a tile"
+        xticks=[],
+        xlabel="time, not to scale; grey: waits, dark orange: asks for a tile",
     )
     axes.set_xlim(-0.03, read[tiles - 1] + 0.03)  # or the edges of bars are cut
     axes.grid(False)
@@ -751,7 +755,7 @@ lab.sketch(
     "Two slots, five tiles: who waits for what",
     "Four lanes over time: the loader, two slots, the consumer. The loader asks for tiles 0 and 1 "
     "at once. For tile 2 it waits at empty[0], parity 0, until tile 0 has been read, while tile 1 "
-    "is already there; so the consumer waits once, for tile 0, at full[0], parity 0, and then "
+    "is already there. The consumer waits once, for tile 0, at full[0], parity 0, and then "
     "multiplies without a pause. For tile 4 the loader waits at empty[0], parity 1.",
     drawn_ring,
     height=3.3,
@@ -759,12 +763,13 @@ lab.sketch(
 
 # %%
 # Tile 2 needs slot 0 again, so the loader waits until tile 0 has been read. The consumer waits only
-# once, because every later tile comes during a matmul.
+# once, because every later tile arrives during a matmul.
 #
 # **Which parity?** Tile ``i`` is use number ``i // SLOTS`` of its slot, and each use ends the phase
-# with its number: at ``full`` when the tile has come, and at ``empty`` when it has been read. The
-# consumer waits for this use, so it asks ``full`` for its parity. The loader waits for the use
-# *before*, so it asks ``empty`` for the other parity, and in use 0 a new barrier lets it pass.
+# of the same number: at ``full`` when the tile has arrived, and at ``empty`` when it has been read.
+# The consumer waits for the current use and therefore asks ``full`` for its parity. The loader
+# waits for the use *before*, so it asks ``empty`` for the other parity; in use 0, a new barrier
+# lets it pass.
 
 # %%
 lab.table(
@@ -773,23 +778,23 @@ lab.table(
         | {"consumer, at full": use & 1, "loader, at empty": use & 1 ^ 1}
         for use in range(3)
     ],
-    "The parity that each role asks for, with two slots",
+    "The parity each role asks for, with two slots",
 )
 
 # %%
-# One bit is enough, because no role can be two phases ahead: a slot is not filled again before it
-# has been read, nor read again before it has been filled.
+# One bit is enough, because no role can get two phases ahead: a slot is never refilled before it
+# has been read, nor read again before it has been refilled.
 #
-# As Python generators both roles run without a GPU. Each ``yield`` names a barrier and the parity
-# for which the role waits, and a short scheduler (in the script) resumes a role when its barrier
-# lets it pass. Both reach their end.
+# Written as Python generators, both roles run without a GPU. Each ``yield`` names a barrier and the
+# parity for which the role waits, and a short scheduler (in the script) resumes the role when the
+# barrier lets it pass. Both roles run to their end.
 
 
 def loader(full, empty, n, slots):
     for i in range(n):
         slot, parity = i % slots, (i // slots) & 1
         yield "empty", slot, empty[slot], parity ^ 1
-        full[slot].arrive()  # the copy engine does, when the tile has arrived
+        full[slot].arrive()  # on the GPU, the tile's arrival does this
 
 
 def consumer(full, empty, n, slots):
@@ -845,31 +850,32 @@ assert all(play(6, 2, consumers=(consumer, consumer), expected=1))  # all wait f
 # The smallest matmul with roles
 # ------------------------------
 #
-# In a kernel each generator becomes a ``@gluon.jit`` function that some warps run. Here is a
-# complete matmul, with tiles of 64 × 64 numbers and three slots.
+# In a kernel, each generator becomes a ``@gluon.jit`` function that some of the warps run. Here is
+# a complete matmul, with tiles of 64 × 64 and three slots.
 #
 # **The loader** waits until a slot is empty, announces the bytes of two tiles, and asks for a tile
-# of ``a`` and a tile of ``b``:
+# of ``a`` and one of ``b``:
 #
 # .. literalinclude:: /../src/kernelbook/small/warps_with_roles.py
 #    :language: python
 #    :start-at: TILE =
 #    :end-at: b_s.index(slot))
 #
-# **The consumer** waits for a full slot, multiplies, and gives the slot back:
+# **The consumer** waits for a full slot, multiplies, and releases the slot:
 #
 # .. literalinclude:: /../src/kernelbook/small/warps_with_roles.py
 #    :language: python
 #    :pyobject: consumer
 #
 # - **Matmul.** ``warpgroup_mma`` adds ``a @ b`` of this slot to ``c``. Without ``is_async`` it
-#   returns when the tensor cores are done, so the slot may be given back.
-# - **Arrival.** ``mbarrier.arrive`` counts the role once, after all of its threads have come.
-# - **Layout.** The hardware prescribes which thread holds which sum, and ``layout`` says so: the
-#   four warps stand one below the other (``[4, 1]``), each with 16 rows of the tile.
-# - **Store.** Threads and copy engine reach shared memory by different paths
-#   (:term:`proxies <proxy>`), so the engine may not see the sums in ``c_s`` until the threads that
-#   wrote them execute ``fence_async_shared``.
+#   returns only when the tensor cores are done, so the next line may release the slot.
+# - **Arrival.** ``mbarrier.arrive`` counts the role once, after all its threads have reached it.
+# - **Layout.** The hardware prescribes which thread holds which accumulator, and ``layout``
+#   describes this: the four warps are stacked vertically (``[4, 1]``), each with 16 rows of the
+#   tile.
+# - **Store.** Threads and the copy engine reach shared memory by different paths
+#   (:term:`proxies <proxy>`), so the engine may not see the values in ``c_s`` until the threads
+#   that wrote them execute ``fence_async_shared``.
 
 # %%
 
@@ -908,30 +914,30 @@ lab.sketch(
 )
 lab.together(
     lab.read(
-        "`[3, 0]` is Hopper's version of the matmul instruction. `[16, TILE, 16]` is what one "
-        "instruction does for a warp: 16 rows of 64 sums, over 16 columns of `a`. In the figure, "
-        "thread 5 is orange, and the number after the colon is its register."
+        "`[3, 0]` is Hopper's version of the matmul instruction. `[16, TILE, 16]` is a warp's "
+        "share of one instruction: 16 rows of 64 accumulators, over 16 columns of `a`. In the "
+        "figure, thread 5 is orange, and the number after the colon is its register."
     ),
     lab.read(
-        "The first operand of `wgmma` may lie in registers, in exactly the layout of the sums; the "
-        "second always lies in shared memory. So `relu(a b)` is an operand of `relu(a b) v` where "
-        "it lies, and `assert_trivial` in this kernel makes the compiler fail if a number would "
-        "have to move to another thread:"
+        "The first operand of `wgmma` may lie in registers, in exactly the layout of the "
+        "accumulators; the second always lies in shared memory. The matmul `relu(a b) v` can "
+        "therefore read `relu(a b)` where it lies, and `assert_trivial` in this kernel makes the "
+        "compiler fail if a value would have to move to another thread:"
     ),
     lab.source(chain_kernel),
 )
 
 # %%
-# **The kernel** reserves the slots and their barriers, and starts the roles:
+# **The kernel** allocates the slots and their barriers, and starts the roles:
 #
 # .. literalinclude:: /../src/kernelbook/small/warps_with_roles.py
 #    :language: python
 #    :pyobject: matmul_kernel
 #
 # The first role runs in the four warps of the launch. Every other role gets extra warps:
-# ``[1]`` says how many, and ``[24]`` how many registers each of their threads gets.
+# ``[1]`` says how many, and ``[24]`` says how many registers each of their threads gets.
 #
-# **The launch** writes the descriptors, and starts a program for each tile of ``c``:
+# **The launch** writes the descriptors and starts one program per tile of ``c``:
 #
 # .. literalinclude:: /../src/kernelbook/small/warps_with_roles.py
 #    :language: python
@@ -944,12 +950,12 @@ lab.together(
 def tried_here():
     """What is known of the small matmul: that it is right, where a GPU can run it."""
     if not HOPPER:
-        return "The package's test compares this matmul with float64, and has passed on an H200."
+        return "The package's test compares this matmul with float64 and has passed on an H200."
     left, right = torch.randn(2, 640, 640, device=runtime.DEVICE, dtype=torch.bfloat16)
     exact = left.double() @ right.double()
     off = (small.matmul(left, right) - exact).abs().max() / exact.abs().max()
     assert off < 2**-7, "the smallest matmul is wrong"
-    return f"On this GPU the product differs from float64 by {off:.1e} of its largest number."
+    return f"On this GPU, no value differs from float64 by more than {off:.1e} of the largest."
 
 
 lab.read(tried_here())
@@ -970,18 +976,17 @@ written, left_out = (count(name, "fences") for name in ("double", "double, no fe
 wrong = count("double, no fence", "wrong numbers")
 lab.together(
     lab.read(
-        "In `double_kernel` one role doubles a tile, and another asks the engine to "
-        "store it. "
+        "In `double_kernel`, one role doubles a tile and another asks the engine to store it. "
         + (
             "Triton inserts the fence where it sees both sides in one kernel. We write it all the "
-            "same, because a compiler may see less in another kernel, and what happens without the "
-            "fence, the manual does not say."
+            "same, because a compiler may see less in another kernel, and the manual does not say "
+            "what happens without the fence."
             if left_out >= written
             else "Triton does not insert the fence for us. "
             + (
-                "No number was wrong without it in our runs, but the manual promises nothing then."
+                "In our runs no number was wrong without it, but the manual does not promise that."
                 if wrong == 0
-                else f"Without it {wrong:,.0f} numbers were wrong."
+                else f"Without it, {wrong:,.0f} numbers were wrong."
             )
         )
     ),
@@ -994,16 +999,16 @@ lab.together(
 # Rung 4: a loader and two consumers
 # ----------------------------------
 #
-# To be comparable, rung 4 has the tiles of rungs 1 to 3. It needs two consumers, because each
-# thread of a single one would hold 256 sums, and a thread has at most 255
+# For a fair comparison, rung 4 uses the tiles of rungs 1 to 3. It needs two consumers, because each
+# thread of a single one would hold 256 accumulators, and a thread has at most 255
 # :term:`registers <register>`. Two things are new:
 #
 # - **Two consumers release a slot.** It is empty when both have read it, so its barrier counts two:
-#   ``mbarrier.init(empty.index(s), count=2)``. With a count of one, each tile would end two phases,
-#   after which the parity is the old one: in our model all three roles then wait for ever.
+#   ``mbarrier.init(empty.index(s), count=2)``. With a count of one, each tile would end two phases
+#   and leave the parity unchanged: in our model all three roles then wait for ever.
 # - **Registers change hands.** The loader needs hardly any, so the consumers get its share. All
-#   threads start with 168. We ask for 24 in the loader and 240 in consumer 1, and consumer 0 gets
-#   the rest: 3 × 168 = 240 + 240 + 24.
+#   threads start with 168. We ask for 24 in the loader and 240 in consumer 1; consumer 0 gets the
+#   rest: 3 × 168 = 240 + 240 + 24.
 #
 # .. code-block:: python
 #
@@ -1013,9 +1018,9 @@ lab.together(
 #        [240, 24],
 #    )
 #
-# The loader is as before. Consumer ``ME``, 0 or 1, multiplies its 64 rows of the tile of ``a``
-# (``mine``), and has one matmul in flight. So each step but the first (``pred=i > 0``) releases the
-# slot of the step *before*:
+# The loader works as before. Consumer ``ME`` (0 or 1) multiplies its 64 rows of the tile of ``a``
+# (``mine``) and keeps one matmul in flight. Each step but the first (``pred=i > 0``) therefore
+# releases the slot of the step *before*:
 #
 # .. literalinclude:: warps_with_roles.py
 #    :language: python
@@ -1023,7 +1028,7 @@ lab.together(
 #    :lines: 9-10,12,14-16,18
 #    :dedent:
 #
-# Then each consumer stores its own 64 rows:
+# After the loop, each consumer stores its own 64 rows:
 #
 # .. literalinclude:: warps_with_roles.py
 #    :language: python
@@ -1234,17 +1239,21 @@ lab.together(
     checks,
     needed,
     lab.read(
-        "All threads start with 168 registers: the SM's 65,536 over 3 × 128 threads, rounded down "
-        "to a multiple of eight. The loader's one warp counts as four, because `setmaxnreg`, which "
-        "moves registers, acts on whole warpgroups."
+        "All threads start with 168 registers: the SM's 65,536 divided among 3 × 128 threads, "
+        "rounded down to a multiple of eight. The loader's single warp counts as four, because "
+        "`setmaxnreg`, the instruction that moves registers, acts on whole warpgroups."
     ),
     lab.read(
-        f"{f'{spills:.0f}' if spills else 'No'} value{'s' * (spills > 1)} "
-        f"spill{'s' * (spills <= 1)} from the registers of any rung."
+        (
+            f"The rungs spill {spills:.0f} value{'s' * (spills > 1)}."
+            if spills
+            else "No rung spills a value."
+        )
         + (
-            " Consumers have 240 registers and the loader 24. Before and after the roles, Triton "
-            "gives the default partition 256 and the two other warpgroups 120 each. Of 256 a "
-            "thread can name 255; `setmaxnreg` takes multiples of 8."
+            " The threads of the consumers have 240 registers and those of the loader 24. Before "
+            "and after the roles, Triton gives 256 to the default partition and 120 to each of the "
+            "two other warpgroups. A thread can name only 255 of its 256, but `setmaxnreg` takes "
+            "multiples of 8."
             if asked == "24, 120, 240, 256"
             else ""
         )
@@ -1255,8 +1264,8 @@ lab.together(
 # What each rung gains
 # --------------------
 #
-# We time each rung beside ``torch.matmul``, which calls cuBLAS, and Triton's ``tl.dot``, for which
-# the compiler makes a ring without roles. The whiskers span the middle 60 % of the timings.
+# We time each rung against ``torch.matmul``, which calls cuBLAS, and Triton's ``tl.dot``, for which
+# the compiler builds a ring without roles. The whiskers span the middle 60 % of the timings.
 
 
 # Measuring
@@ -1350,7 +1359,7 @@ def said_of_gains(rows):
     return f"Marks with whiskers, in % of the speed of cuBLAS. {'; '.join(shares)}."
 
 
-lab.draw(climbed, "A matmul of n × n, rung by rung", said_of_gains, drawn_gains)
+lab.draw(climbed, "An n × n matmul, rung by rung", said_of_gains, drawn_gains)
 
 # %%
 
@@ -1384,8 +1393,8 @@ like_dot = all(
 lab.read(
     f"At size {SIZES[-1]:,} cuBLAS reaches {sizes_of[SIZES[-1]]:.0f} TFLOP/s. "
     + (
-        "At every size the ring brings the larger part of the gain, and the matmul in flight the "
-        "rest. "
+        "At every size, most of the gain comes from the ring and the rest from the matmul in "
+        "flight. "
         if by_ring
         else ""
     )
@@ -1440,17 +1449,17 @@ def beside_the_loop():
     ]
     least, most = min(slower), max(slower)
     if most < 0:
-        return "Roles are faster than one matmul in flight at every size."
+        return "With roles, the matmul is faster than rung 3 at every size."
     if least < 0:
         return (
-            "Between roles and one matmul in flight the sizes disagree: roles are from "
-            f"{-least:.1f} % faster to {most:.1f} % slower."
+            "Whether roles pay depends on the size: rung 4 is between "
+            f"{-least:.1f} % faster and {most:.1f} % slower than rung 3."
         )
     apart = climbed.rows and all(
         spread_of("one in flight", n)[1] < spread_of("roles", n)[0] for n in SIZES
     )
     return (
-        "**Roles gain nothing:** they are "
+        "**Roles gain nothing:** rung 4 is "
         f"{least:.1f} to {most:.1f} % slower than rung 3, and "
         + (
             "the whiskers do not overlap."
@@ -1458,8 +1467,8 @@ def beside_the_loop():
             else "at some sizes the whiskers overlap."
         )
         + (
-            " The loss seems to lie at a program's start or end, because a program loses about as "
-            "much with few steps as with many; nothing here isolates which."
+            " The loss seems to occur at a program's start or end, because a program loses about "
+            "as much with few steps as with many; nothing here isolates which."
             if lost
             else ""
         )
@@ -1472,8 +1481,8 @@ lab.read(beside_the_loop())
 # Why roles gain nothing here
 # ---------------------------
 #
-# A clock inside the kernels shows why: one program notes the cycle around each wait. Each bar is
-# the median of ten steps with a full ring.
+# A clock inside the kernels shows why: one program reads it before and after each wait. Each bar is
+# the median of ten steps, taken once the ring has filled.
 
 
 # Measuring
@@ -1601,7 +1610,7 @@ def said(rows):
         parts, step = spent(rows, kernel, lane)
         spans = (f"{label} for {n:,.0f}" for label, n in parts.items() if n)
         found.append(
-            f"{RUNG[kernel]}, {lane}: {step:,.0f} cycles a step, of which it {', '.join(spans)}"
+            f"{RUNG[kernel]}, {lane}: {step:,.0f} cycles per step, of which it {', '.join(spans)}"
         )
     return f"Bars of cycles. {'; '.join(found)}."
 
@@ -1629,11 +1638,11 @@ def drawn_step(axes, rows):
             left += width
         axes.barh(at, step, 0.66, fill=False, edgecolor="#59636e", linewidth=0.8)
         axes.text(step + 25, at, f"{step:,.0f}", va="center", fontsize=10)
-    name_lanes(axes, rows, "all else")
+    name_lanes(axes, rows, "everything else")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.set(
         xlim=(0, 1750),
-        xlabel=f"cycles of a step; dashed: {step_cycles:,.0f}, the least",
+        xlabel=f"cycles per step; dashed: the minimum, {step_cycles:,.0f}",
     )
 
 
@@ -1649,7 +1658,7 @@ def drawn_trace(axes, rows):
     axes.set(xlabel="thousand cycles of the SM")
 
 
-lab.draw(trace, "A step, without and with roles: what the warps do", said, drawn_step)
+lab.draw(trace, "What the warps do in a step, without and with roles", said, drawn_step)
 
 # %%
 
@@ -1679,15 +1688,15 @@ least_step = max(ahead, in_roles) < 1.01 * step_cycles
 lab.read(
     f"A step takes at least the {step_cycles:,.0f} cycles of its matmul. "
     + (
-        f"In rung 2 the tensor cores are then idle for {bare - step_cycles:,.0f} more, because the "
+        f"In rung 2 the tensor cores then sit idle for {bare - step_cycles:,.0f} more, because the "
         "warps issue the next matmul only after they have waited for this one, asked for tiles and "
         "passed the barrier. "
         if abs(own_matmul / step_cycles - 1) < 0.02
         else f"Rung 2 takes {bare:,.0f}. "
     )
     + (
-        f"**In rungs 3 and 4 a step takes {ahead:,.0f}: the tensor cores are never idle in it, so "
-        "roles find no idle time to fill.**"
+        f"**In rungs 3 and 4 a step takes {ahead:,.0f}: the tensor cores are never idle in it, "
+        "which leaves roles no idle time to fill.**"
         if least_step and round(ahead) == round(in_roles)
         else f"Rung 3 takes {ahead:,.0f}, and with roles a step takes up to {in_roles:,.0f}. "
     )
@@ -1703,10 +1712,11 @@ lab.read(
         if min(at_barrier) > 50
         else "The consumers, too, wait at a barrier (grey)"
     )
-    + ", but the tensor cores do not, because a consumer issues its next matmul while the one "
-    "before still runs."
+    + ". The tensor cores do not wait with them: a consumer issues its next matmul while the "
+    "previous one is still running."
     if least_step
-    else f"In rung 4 a step takes up to {in_roles:,.0f} cycles, {step_cycles:,.0f} at least."
+    else f"In rung 4 a step takes up to {in_roles:,.0f} cycles, against a minimum of "
+    f"{step_cycles:,.0f}."
 )
 
 # %%
@@ -1729,11 +1739,11 @@ noted, noted_of_loop = (rounds * (4096 // BLOCK_K) * n / 1e3 for n in (bare, ahe
 expected = (noted + in_loop - noted_of_loop) / in_loop  # starts and ends are the loop's
 lab.read(
     f"**A caution.** Rung 2's whole matmul takes {in_cycles:.2f} times the cycles of rung 3's, but "
-    f"its noted steps suggest {expected:.2f} times. Noting the clock may lengthen them, or the "
+    f"its traced steps suggest {expected:.2f} times. Reading the clock may lengthen them, or the "
     "other steps may be shorter; this run does not show which."
     if expected > in_cycles + SCATTER
-    else f"**A caution.** A noted step of rung 2 is {slower:.2f} times as long as one of rung 3, "
-    f"but its whole matmul takes only {longer:.2f} times as long. Why, this run does not show."
+    else f"**A caution.** A traced step of rung 2 is {slower:.2f} times as long as one of rung 3, "
+    f"but its whole matmul takes only {longer:.2f} times as long. This run does not show why."
 )
 
 # %%
@@ -1771,14 +1781,14 @@ late = [n for found in lengths.values() for n in found if n > 1.5 * step_cycles]
 lab.together(
     lab.draw(trace, "Sixteen steps, without and with roles", said, drawn_trace),
     lab.read(
-        f"The program belongs to a matmul of size 4,096, and notes the first {TRACE} of its "
-        f"{4096 // BLOCK_K} steps. The medians are of steps 5 to {TRACE - 2}. The warps of rung 3 "
+        f"The program belongs to a matmul of size 4,096, and we trace the first {TRACE} of its "
+        f"{4096 // BLOCK_K} steps. The medians cover steps 5 to {TRACE - 2}. The warps of rung 3 "
         f"wait for {share(LOOP, *BOTH):.0f} % of a step, and a consumer for {least_waits:.0f} % or "
-        "more: after it has issued a matmul it must wait for the one before."
+        "more, because after issuing a matmul it must wait for the previous one."
     ),
     lab.read(
         (
-            "Once in the ten steps a tile of the roles came late, and the step took "
+            "In one of the ten steps of rung 4 a tile arrived late, and the step took "
             f"{min(late):,.0f} and {max(late):,.0f} cycles in the two consumers; the medians leave "
             "it out. "
             if len(late) == 2
@@ -1786,7 +1796,7 @@ lab.together(
         )
         + (
             "Reading the clock does not lengthen a step of rungs 3 and 4, because their median is "
-            "the least. "
+            "already the minimum. "
             if least_step
             else ""
         )
@@ -1794,49 +1804,50 @@ lab.together(
     if late or least_step
     else None,
     lab.read(
-        f"Asking takes the loop's warps {asks[LOOP]:.0f} cycles and the loader "
-        f"{asks[ROLES[0]]:.0f}, for the same tiles."
+        f"To ask for the same tiles, the warps of rung 3 need {asks[LOOP]:.0f} cycles and the "
+        f"loader {asks[ROLES[0]]:.0f}."
         + (
             " Both consumers pass the barrier of a tile at about the same time, but the matmuls of "
-            "consumer 1 end first, so it waits longer at the next barrier and less for its matmul."
+            "consumer 1 end first: it waits longer at the next barrier and less for its matmul."
             if trace.rows and passed_together()
             else ""
         )
     ),
     whole,
     lab.read(
-        f"Rung 2's whole matmul of size 4,096 takes {longer:.2f} times as long as rung 3's, and "
-        f"{in_cycles:.2f} times as many cycles"
+        f"At size 4,096, rung 2's whole matmul takes {longer:.2f} times as long as rung 3's"
         + (
-            f", because the clock ran {100 * (faster - 1):.0f} % faster. "
+            f" but {in_cycles:.2f} times as many cycles, because its clock ran "
+            f"{100 * (faster - 1):.0f} % faster. "
             if faster > 1.02
-            else ". "
+            else f" and {in_cycles:.2f} times as many cycles. "
         )
         + (
-            f"With steps as long as the noted ones, the {rounds:.0f} rounds of programs would take "
-            f"{noted:,.0f} thousand cycles in rung 2 and {noted_of_loop:,.0f} in rung 3; the rest "
-            "of rung 3's cycles we count as starts and ends, and expect as many in rung 2. "
+            f"If every step took as long as the traced ones, the {rounds:.0f} rounds of programs "
+            f"would take {noted:,.0f} thousand cycles in rung 2 and {noted_of_loop:,.0f} thousand "
+            "in rung 3. We count the rest of rung 3's cycles as starts and ends, and expect as "
+            "many in rung 2. "
             if expected > in_cycles + SCATTER
             else ""
         )
         + f"Over rung 3's whole matmul the tensor cores are busy for {busy:.0f} % of the cycles. "
-        "Programs that compute one tile of `c` after another might use some of the rest, which is "
-        "not tested here."
+        "Programs that compute several tiles of `c`, one after another, might use some of the "
+        "rest; we have not tested this."
     )
     if counted
     else None,
     lab.read(
-        "Divided by the programs that an SM runs one after another "
-        f"({' / '.join(f'{rounds_of(n):.0f}' for n in SIZES)} at the three sizes), the loss of "
-        f"roles is {min(lost):.1f} to {max(lost):.1f} µs, whether a program takes "
-        f"{SIZES[0] // BLOCK_K} steps or {SIZES[-1] // BLOCK_K}."
+        "At the three sizes, an SM runs up to "
+        f"{', '.join(f'{rounds_of(n):.0f}' for n in SIZES[:-1])} and {rounds_of(SIZES[-1]):.0f} "
+        f"programs one after another. Each loses {min(lost):.1f} to {max(lost):.1f} µs to roles, "
+        f"whether it takes {SIZES[0] // BLOCK_K} steps or {SIZES[-1] // BLOCK_K}."
     )
     if lost
     else None,
     lab.read(
         f"During cuBLAS's matmul of size 8,192 the clock ran at {cublas_mhz:,.0f} MHz, at which "
-        f"the tensor cores could do {peak_then:,.0f} TFLOP/s. Of these cuBLAS reaches "
-        f"{100 * sizes_of[8192] / peak_then:.0f} %."
+        f"the tensor cores could do {peak_then:,.0f} TFLOP/s. cuBLAS reaches "
+        f"{100 * sizes_of[8192] / peak_then:.0f} % of this."
     )
     if counted
     else None,
@@ -1846,11 +1857,11 @@ lab.together(
 
 # Reading
 lab.read(
-    "**What changes is the warps' time.** In rung 3 the warps ask for tiles during "
+    "**Roles do give the consumers time.** In rung 3 the warps ask for tiles during "
     f"{share(LOOP, 'asks for tiles'):.0f} % of each step; in rung 4 the consumers never do. This "
-    "matmul has nothing to compute in the time that roles free, but attention has its "
-    "softmax: one consumer can compute it while the tensor cores multiply for the other. The next "
-    "chapter measures how much of it fits."
+    "matmul has nothing to compute in the time gained, but attention has its softmax, which one "
+    "consumer can compute while the tensor cores multiply for the other. The next chapter measures "
+    "how much of it fits."
 )
 
 # %%
@@ -1910,17 +1921,21 @@ lab.together(
     ),
     lab.read(
         "Two consumers that start together may stay together: both multiply, and then both compute "
-        "while the tensor cores are idle. With a named barrier each can wait for its turn and then "
-        "give it to the other, which is called ping-pong. Our ladder does without; the next "
+        "while the tensor cores are idle. With named barriers, each can wait for its turn and then "
+        "hand it to the other, which is called ping-pong. Our ladder does not use it; the next "
         "chapter measures whether it pays in attention."
     ),
     lab.read(
-        "In the figure two pauses stand for the work. Left alone, consumer 1 works during "
-        f"{free:.0f} % of consumer 0's work, and in turns during {taken:.0f} %."
+        "In the figure, one pause stands for the matmuls (the bars) and another for the rest (the "
+        f"gaps). Left alone, consumer 1 multiplies during {free:.0f} % of consumer 0's matmuls, "
+        f"and in turns during {taken:.0f} %."
         + (
-            " So the two barriers, 9 and 10, keep them apart. Before its loop, consumer 1 arrives "
-            "at the barrier of consumer 0, or both would wait for ever."
+            " The two barriers, 9 and 10, thus keep them apart. Before its loop, consumer 1 "
+            "arrives at the barrier of consumer 0, or both would wait for ever."
             if taken < 10 < free
+            else " In this run the consumers alternated even without barriers, so it does not show "
+            "what the barriers are for."
+            if free < 10
             else ""
         )
     ),
@@ -1931,10 +1946,10 @@ lab.together(
 # --------------
 #
 # The price of roles is two barriers per slot that must be exactly right. To see what a mistake
-# does, we let a loader pass six tiles through two slots to a consumer, which adds them up. Tile
-# ``i`` is full of :math:`10^i`, so that each digit of the sum, from the right, counts how often a
-# tile was added: it should be 111111. A kernel that hangs is killed, and the table says where each
-# role then stands. In the consumer's loop, ``pause`` stands for other work:
+# does, we let a loader pass six tiles through two slots to a consumer, which adds them up. Every
+# element of tile ``i`` is :math:`10^i`, so each digit of the sum, from the right, counts how often
+# a tile was added; the correct sum is 111111. We kill a kernel that hangs, and the table shows
+# where each role was stuck. In the consumer's loop, ``pause`` stands for other work:
 #
 # .. code-block:: python
 #
@@ -2099,11 +2114,11 @@ def as_in_the_model():
 
 lab.together(
     lab.read(
-        "Each mistake runs in a process that is killed if it hangs for two seconds, and its roles "
-        "write into the host's memory how far they are. The pause is 5,000 ns."
+        "Each mistake runs in its own process, which is killed if it hangs for two seconds; its "
+        "roles write their progress into the host's memory. The pause is 5,000 ns."
         + (
-            " With a wrong first parity, or without line 4, kernel and Python model stop at the "
-            "same barriers."
+            " With a wrong first parity, or without line 4, the kernel and the Python model stop "
+            "at the same barriers."
             if as_in_the_model()
             else ""
         )
@@ -2139,8 +2154,8 @@ lab.read(
     else f"**Deadlocks.** {spelled(len(hung)).capitalize()} of the {spelled(len(outcome) - 1)} "
     "mistakes hang. "
     + (
-        "With parity 0 in line 1, for example, the consumer hangs at tile 2, because that tile, "
-        "which came during the pause, ended a phase of parity 1."
+        "With parity 0 in line 1, for example, the consumer hangs at tile 2: that tile, which "
+        "arrived during the pause, ended a phase of parity 1."
         if at_consumer.get("always waits for parity 0") == "tile 2: waits for full[0]"
         else ""
     )
@@ -2160,8 +2175,8 @@ def added(times):
 
 lab.read(
     "**A race.** With line 4 before line 2 the sum is wrong, because the loader refills slots that "
-    f"have been released but not yet read: from the right, {early} says that tiles {added('0')} "
-    f"were never added and tiles {added('2')} twice."
+    f"have been released but not yet read. From the right, {early} says that tiles {added('0')} "
+    f"were never added and tiles {added('2')} were added twice."
     if wrong == ["releases before it reads"] and re.fullmatch("[012]{6}", early)
     else f"**A race.** A wrong sum comes from {listed(wrong)}."
 )
@@ -2170,20 +2185,20 @@ lab.read(
 
 # Reading
 lab.read(
-    "**Luck.** Without line 1 the sum is right, because here each tile came before it was read. So "
-    "a right result does not prove the waits right."
+    "**Luck.** Without line 1 the sum is still right, because here each tile arrived before it was "
+    "read. A correct result does not prove the waits correct."
     if lucky == ["does not wait for the tile"]
-    else f"**Luck.** The sum is right in spite of {listed(lucky)}."
+    else f"**Luck.** The sum is right despite these mistakes: {listed(lucky)}."
 )
 
 # %%
-# How to find such a mistake:
+# How you find such a mistake depends on the symptom:
 #
-# - **It hangs.** Let every role write how far it is, into memory that the host can read.
-# - **It is wrong, or right by luck.** Make each role slow in turn, with a pause, so that another is
-#   the first to come; here only the consumer was slow.
+# - **It hangs.** Let every role write its progress into memory that the host can read.
+# - **It is wrong, or right by luck.** Slow each role down in turn with a pause, so that another
+#   gets ahead; here only the consumer was slow.
 # - **It breaks in a later use of a slot.** Test with more than twice as many tiles as slots,
-#   because the parity of use 0 comes back only in use 2.
+#   because the parity of use 0 returns only in use 2.
 #
 # In short
 # --------
@@ -2201,17 +2216,17 @@ reached = sorted(
 )
 lab.read(
     f"With one matmul in flight we reach {reached[0].strip()} to {reached[-1].strip()} % of "
-    "cuBLAS, with roles and without, because the loop already keeps the tensor cores busy. Roles "
-    "can pay where a loop has something to compute between its matmuls, as in the next chapter."
+    "the speed of cuBLAS, with or without roles, because the loop already keeps the tensor cores "
+    "busy. Roles can pay where a loop has something to compute between its matmuls, as in the next "
+    "chapter."
 )
 
 # %%
 # Exercises
 # ---------
 #
-# **1. Does it hang?** A consumer releases the slot of tile ``i - 1`` after it has waited for tile
-# ``i``, as the consumers of rung 4 do. For which numbers of slots does the ring work? Use the
-# model.
+# **1. Does it hang?** A consumer releases the slot of tile ``i - 1`` only after it has waited for
+# tile ``i``, as the consumers of rung 4 do. With how many slots does the ring work? Use the model.
 
 # %%
 
@@ -2229,14 +2244,15 @@ found = {
 }
 assert found == {1: True, 2: False, 3: False, 4: False}
 lab.read(
-    "It hangs with one slot, because the consumer would release the only slot after the next tile, "
-    "which cannot come. With two it works, but the loader can run ahead by one tile only."
+    "It hangs with one slot: the consumer would release that slot only after the next tile has "
+    "arrived, but the next tile needs the slot. With two it works, but the loader can run only one "
+    "tile ahead."
 )
 
 # %%
 # **2. How deep must the ring be?** Measure rung 4 with two slots instead of three. Why can it not
-# have four, if a program can have 227 KiB of shared memory? (It also holds the tile of ``c`` until
-# that is stored.)
+# have four, given that a program can use 227 KiB of shared memory? (This memory also holds the tile
+# of ``c``.)
 
 # %%
 
@@ -2263,18 +2279,17 @@ lab.together(
     lab.read(
         f"With two slots the matmul reaches {100 * shallow / again:.0f} % of its speed with three. "
         + (
-            "The matmul in flight and the one before it fill both slots, so a tile has one step to "
-            "come in, and with three slots it has two. "
+            "The matmul in flight and the one before it occupy both slots, so a tile has one step "
+            "to arrive; with three slots it has two. "
             if shallow < 0.95 * again
             else ""
         )
         + f"Four slots of {step_bytes / 1024:.0f} KiB and the tile of `c` would take {kib:.0f} "
-        "KiB, more than a program can have."
+        "KiB, more than a program can use."
     ),
     lab.read(
-        "With three slots this is rung 4, timed without emptying the cache first, and the two "
-        f"timings are {100 * abs(again / at_size('roles', 8192) - 1):.1f} % "
-        "apart."
+        "With three slots this is rung 4, timed without emptying the cache first; its speed "
+        f"differs by {100 * abs(again / at_size('roles', 8192) - 1):.1f} % from that of the ladder."
     ),
 )
 

@@ -1,9 +1,8 @@
 """Kernels that ``torch.compile`` may launch itself.
 
-A compiler takes an operator for a black box: its code calls the dispatcher, the dispatcher calls
-Python, and that allocates, chooses and launches. A kernel that it sees it launches as it launches
-its own. On an H100's host that took a layer of a transformer with dropout and layer norm, forward
-and backward, about 0.6 ms less.
+To a compiler an operator is a black box: its code calls the dispatcher, the dispatcher calls
+Python, and that allocates, chooses and launches, which keeps the host busy for longer than many
+kernels keep the GPU. A kernel that the compiler sees it launches as it launches its own.
 """
 
 from collections.abc import Callable
