@@ -1346,7 +1346,8 @@ lab.read(
     f'Below, "no difference" means less than {100 * SCATTER:.0f} %, since two timings of one '
     f"kernel are up to {100 * max(twice):.1f} % apart."
     + (
-        " By this rule, rung 2 brings the entire gain without a mask. The next sections ask why."
+        " By this rule, rung 2 brings the entire gain without a mask, and no later version is "
+        "faster. The next sections ask why."
         if all(
             gain(name, "full", "scores ahead") < SCATTER
             for name in [*list(LADDER)[2:], "Kernel Book"]
@@ -1371,8 +1372,8 @@ lab.read(told("two roles"))
 # %%
 # To see where the expected gain went, we let the consumers of one program take *stamps*. A stamp
 # reads the SM's cycle counter (``mov.u32 $0, %clock;`` in inline assembly) and stores it, one
-# number per role, iteration and event. For the speed of a rung, trust only the ladder: we did not
-# measure how much time the stamps take, and here 100 % is the full rate of the units, not cuBLAS.
+# number per role, iteration and event. For the speed of a rung, trust only the ladder, because we
+# did not measure how much time the stamps take.
 #
 # .. dropdown:: A stamp in Gluon, where the stamps stand, and what idle means
 #
@@ -1400,6 +1401,7 @@ lab.read(told("two roles"))
 # A consumer's bar is grey or orange from the issue of a matmul to its result, and blue, with the
 # number of the tile of keys, during its other work, which is mostly weighing. The bottom row is
 # computed: it serves the matmuls in the order of their issue, at the full rate of 512 cycles each.
+# *Idle* is relative to that rate, not to cuBLAS.
 
 
 # Drawing
@@ -1462,7 +1464,7 @@ def mark_the_line(axes, rows, version, place, start):
                 line = {"color": lab.colour(ink), "linewidth": 3}
                 axes.plot([left - start, right - start], [place, place], **line)
             middle = {"ha": "center", "va": "top", "fontsize": 9}
-            words = "consumer 0 after its sum: away, then in line"
+            words = "consumer 0 after its sum: other work, then in line"
             axes.text(asked - start, place + 0.12, words, **middle)
             return
 
@@ -1542,8 +1544,8 @@ only_apart = (
     "one matmul" if abs(between - half) < 0.05 * half else f"{between:,.0f} cycles"
 )
 lab.read(
-    f"**The units are idle for {100 * idle_units(traced.rows, 'two roles'):.0f} % of the time,** "
-    "because the cooks do not alternate. "
+    f"**The units are idle for {100 * idle_units(traced.rows, 'two roles'):.0f} % of the time:** "
+    "the cooks do not alternate. "
     + (
         "After its sum, a consumer is back so soon that its next scores wait in line behind the "
         "other's sum, and the other's scores follow right behind them. "
@@ -1682,11 +1684,11 @@ lab.read(
     told("a branch")
     + f"In the SASS, {forced} exponentials now come before the wait for the sum. "
     + (
-        "We do not know why it is slower. "
+        "We do not know why this is slower. "
         if min(gain("a branch", mask) for mask in ("full", "causal")) < -SCATTER
         else ""
     )
-    + "We traced this order on rung 5:"
+    + "We traced this order on rung 5, not on rung 3:"
 )
 
 # %%
@@ -1724,12 +1726,12 @@ overlaps = [
 overlap = sum(overlaps) / len(overlaps) if overlaps else nan
 weighs_5 = mean_cycles(traced.rows, "no turns", "scores", "weighed")
 lab.read(
-    f"**The overlap is there, but short:** a consumer weighs for {weighs_5:,.0f} cycles, and by "
-    f"the computed row its sum ends {overlap:,.0f} cycles into that time. "
+    f"**The overlap is there:** a consumer weighs for {weighs_5:,.0f} cycles, and its sum runs for "
+    f"at least the first {overlap:,.0f} of them, if the units serve in order. "
     + (
         f"With stamps, a tile takes {100 * (1 - took_5 / took_2):.1f} % less time on rung 5 than "
-        "on rung 2. In the ladder, which has no stamps, the two are level without a mask. We "
-        "cannot rank the rungs by their idle shares."
+        "on rung 2, but in the ladder, which has none, the two are level without a mask. Idle "
+        "shares therefore cannot rank the rungs."
         if faster_with_stamps
         else ""
     )
@@ -1908,15 +1910,14 @@ lab.read(
         else f"On rung 1 each consumer waits in line for {in_line_1:,.0f} cycles per tile. "
     )
     + (
-        f"In the model, rung 2 is {100 * in_model:.1f} % faster than rung 1, as in the timelines "
-        f"(in the ladder: {100 * gain('scores ahead', 'full'):.1f} %). "
+        f"In the model, rung 2 is {100 * in_model:.1f} % faster than rung 1, as in the timelines. "
         if abs(in_model - (at_one / at_two - 1)) < 0.001
         else f"In the model, rung 2 is {100 * in_model:.1f} % faster than rung 1, and in the "
         f"timelines {100 * (at_one / at_two - 1):.1f} %. "
     )
     + (
         "For the forced order, however, **the model is wrong:** it predicts "
-        f"{together_5:,.0f} cycles per tile, and the timeline shows {at_five:,.0f}."
+        f"{100 * (1 - together_5 / at_five):.0f} % fewer cycles per tile than the timeline shows."
         if together_5 < (1 - SCATTER) * at_five
         else ""
     )
@@ -2067,9 +2068,10 @@ lab.read(
         else f"Against rung 1, we measured {verdict(of_turns)} in turns and {verdict(of_rung_2)} "
         "on rung 2. "
     )
-    + "A turn also joins a sum to the next scores, however, and so does not isolate alternation. "
+    + "A turn also joins a sum to the next scores, however, so this does not isolate alternation. "
     + (
-        "The late starts contradict the model: the one that should help helps less than the other."
+        "The late starts contradict the model: the one that should help helps less than the one "
+        "that should not."
         if locks and of_late < min(of_early, promised / 2)
         else f"A start {STARTS[2]:,} cycles late brings {verdict(of_late)}, and one {STARTS[1]:,} "
         f"cycles late {verdict(of_early)}. "
@@ -2221,7 +2223,7 @@ lab.read(
         if no_effect and 2 * sum(with_turns) > len(with_turns)
         else ""
     )
-    + f"Rung 6 without rung 3's branch: {of_both('without the branch', 'turns')}."
+    + f"**Rung 6 without rung 3's branch:** {of_both('without the branch', 'turns')}."
 )
 
 # %%
@@ -2476,9 +2478,8 @@ beside = {
 }
 lab.read(
     (
-        "**Persistence pays if the programs end together.** Without a mask, where all tiles of "
-        "queries are equally long, the persistent kernel is faster. With a causal mask it is "
-        "slower if it takes the tiles in order, and faster if it pairs them. "
+        "**Persistence pays if the programs end together:** without a mask they do, because all "
+        "tiles of queries are equally long, and with a causal mask they do only in pairs. "
         if min(in_order_gains, in_pairs_gain) > SCATTER and in_order_loses < -SCATTER
         else f"A persistent kernel brings {verdict(in_order_gains)} without a mask; with a causal "
         f"mask it brings {verdict(in_order_loses)} with the tiles in order and "
@@ -2717,8 +2718,8 @@ lines = with_fewer_lines(speed)
 CALLED = {"SDPA cuDNN": "cuDNN", "FlashAttention": "FlashAttention 4"}
 SEEN = {  # how each is drawn, the smaller above the larger
     "Kernel Book": {"marker": "o", "s": 64, "zorder": 3},
-    "plain Triton": {"marker": "v", "s": 40, "zorder": 4},
     "in Gluon": {"marker": "o", "s": 52, "zorder": 3, "facecolors": "none"},
+    "plain Triton": {"marker": "v", "s": 40, "zorder": 4},
 }
 IN_LEGEND = {"in Gluon": "Gluon, not chosen"}
 NOT_TAKEN = {  # where the package takes plain Triton, which then has no mark of its own

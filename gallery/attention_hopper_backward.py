@@ -280,13 +280,13 @@ lab.together(
 # 1. A program waits only for its predecessor, whose id is smaller.
 # 2. By the assumption, this predecessor has already started.
 # 3. Of the programs that have started but not finished, take the one with the smallest id. Its
-#    predecessor has also started, so it must have finished. Nothing holds our program up: it
-#    finishes, and the argument applies to the next.
+#    predecessor, if it has one, has also started, so it must have finished. Nothing holds our
+#    program up: it finishes, and the argument applies to the next.
 #
 # The launch therefore ends. No manual promises the assumption: on a GPU that started programs in
 # another order, a launch could hang, but never give other bits, because no program adds before its
-# turn. A program that drew its id from an atomic counter would not need the assumption; we have not
-# timed what that costs. The package relies on it, and every launch counted below has ended.
+# turn. The package relies on the assumption, and every launch counted below has ended. A program
+# that drew its id from an atomic counter would not need it; we have not timed what that costs.
 #
 # **The direction matters.** If ids *descend* with the keys, and a head has more tiles than the GPU
 # has SMs, the running programs wait for one that cannot start. The simulation of the next section
@@ -425,8 +425,7 @@ lab.read(
 #
 # **Running two tiles of each head at once wins most of that time back** (lowest panel). Only two
 # programs of a head then start together, so the second waits one tick, whereas the last of eight
-# waits seven. Within a head ids still ascend, as the proof demands. Next, we let a program compute
-# while it waits.
+# waits seven. Within a head ids still ascend, as the proof demands.
 
 # %%
 # Why one warp only waits and adds
@@ -1301,8 +1300,8 @@ def worst_of_each():
 # How the gradients were checked
 # ------------------------------
 #
-# We checked the bits and values of the gradients on the package's version of this kernel, which on
-# Hopper, in 16 bits, is the backward pass of ``attention(q, k, v)`` for most shapes.
+# We checked the package's version of this kernel, which on Hopper, in 16 bits, is the backward pass
+# of ``attention(q, k, v)`` for most shapes.
 
 # Measuring
 dtype = torch.float16 if runtime.INTERPRETED else torch.bfloat16
@@ -1738,7 +1737,7 @@ WHAT_IS_NEW = {
     "an adder": "a warp adds, in no fixed order",
     "a fixed order": "the adder waits for its turn",
     "heads apart": "causal: 8 tiles of each head at once",
-    "Kernel Book": "any length; first part stored",
+    "Kernel Book": "any length; sums need no zeroing",
 }
 PLACES = dict(zip((*APART, *WHAT_IS_NEW), (0, 1, *range(3, 10)), strict=True))
 PLACES = {rung: at - 0.5 * (at > 1) for rung, at in PLACES.items()}  # with a gap
@@ -1851,8 +1850,8 @@ on_the_rung = (
 )
 lab.read(
     "**On the ladder, the order costs time only under a causal mask, and “heads apart” wins that "
-    "time back** by running tiles of many heads at once. It is as fast as “an adder”, which has no "
-    "order."
+    "time back** by running tiles of many heads at once: it is as fast as “an adder”, which has no "
+    "order. The last rung stores the first part of a sum, so the sums need no zeroing."
     if as_simulated and min(cost) >= -SCATTER
     else "Compared with “an adder”, “a fixed order” "
     f"{verdict(gain('a fixed order', 'full', 'an adder'))} in full attention and "
@@ -2262,10 +2261,9 @@ without_sum = moved_kib["without the sum"] * KIB / 128
 assert without_sum < ideal < bound
 needed = cycles(whole_step)
 lab.read(
-    "**With the part of dQ, shared memory needs more time than the matmuls.** By a count of what a "
-    f"step moves and computes, shared memory needs {bound:,.0f} cycles per step, against "
-    f"{ideal:,.0f} for the matmul units. Without the part to write and read, it would need "
-    f"{without_sum:,.0f}."
+    "**With the part of dQ, shared memory needs more time than the matmuls:** by count, "
+    f"{bound:,.0f} cycles per step, against {ideal:,.0f} for the matmul units. Without the part to "
+    f"write and read, it would need {without_sum:,.0f}."
 )
 
 # %%
@@ -2343,10 +2341,10 @@ lab.together(
 
 # %%
 # **Where the other cycles go.** A step takes longer than either count. On the rung “a fixed order”,
-# consumers and adder record the cycle counter of their SM (a *stamp*). A box holds the waits of its
-# number and the work around them; wait 8 is the gap after box 7. The first row is counted, not
-# stamped: once the only matmul in flight has had its cycles, the matmul units pause until a
-# consumer issues the next. The steps drawn are close to the table's mean.
+# consumers and adder record the cycle counter of their SM (a *stamp*). A box spans the waits it
+# names and the work around them; wait 8 is the gap after box 7. The first row is inferred: once the
+# last matmul in flight has had its counted cycles, the units pause until a consumer issues the
+# next. The steps drawn are close to the table's mean.
 
 
 # Drawing
@@ -2427,8 +2425,9 @@ def timelines(axes, rows):
                 if end - begin > 100:  # what only begins at the edge is left out
                     look = {"color": fill, "edgecolor": edge, "linewidth": 0.8}
                     axes.barh(at, end - begin, 0.7, begin, **look)
-                if end - begin > (200 if len(text) < 4 else 650):  # a word needs room
-                    middle = {"ha": "center", "va": "center", "fontsize": 10}
+                if end - begin > (200 if len(text) < 4 else 450):  # a word needs room
+                    size = 10 if len(text) < 4 or end - begin > 650 else 9
+                    middle = {"ha": "center", "va": "center", "fontsize": size}
                     axes.text((begin + end) / 2, at, text, **middle)
     axes.set(xlim=(0, until - since), ylim=(len(ROLES) + 0.5, -0.85))
     axes.set_xlabel("cycles of the SM")
@@ -2531,9 +2530,10 @@ lab.table(budget_rows() if BUDGET else [], "Where the cycles of a step go")
 left = left_of(*BUDGET["a fixed order"]) if in_order else nan
 lab.read(
     "**The matmul units pause twice in each step:** until dS is made, and until the part is handed "
-    "over. The rest is time by which the matmuls take longer than counted. The load on shared "
-    "memory may account for most of it: a kernel of nothing but matmuls and stores also exceeds "
-    f"the count of its matmuls by {needed - ideal:,.0f} cycles."
+    "over. Issuing dV before dS could fill the first pause, but was no faster in runs that no "
+    "record holds. The rest is what the matmuls take beyond their count, perhaps because of the "
+    "load on shared memory: a kernel of nothing but matmuls and stores also exceeds the count of "
+    f"its matmuls, by {needed - ideal:,.0f} cycles."
 )
 
 # %%
@@ -2551,9 +2551,9 @@ late = [  # whether it was still there when the second of both came
 ]
 lost = 100 * (1 - any_order["a step"] / in_order["a step"]) if BUDGET else nan
 lab.read(
-    f"**The adder's step is full:** it waits {turn_taken:,.0f} cycles for "
-    f"its turn and spends {adding:,.0f} on the part. If its turn comes late, wait 7 is long. A "
-    "second buffer was not measured."
+    f"**The adder's step is full:** it waits {turn_taken:,.0f} cycles for its turn and spends "
+    f"{adding:,.0f} on the part. If its turn comes late, the consumers wait too (7). A second "
+    "buffer for parts was not measured."
 )
 
 # %%
@@ -2841,9 +2841,10 @@ lab.read(
     + (
         ", except under a causal mask at head_dim 64 and "
         f"{'lengths' if len(where_two['causal']) > 1 else 'length'} "
-        f"{' and '.join(where_two['causal'])}, where it is two sweeps"
+        f"{' and '.join(where_two['causal'])}, where it is two sweeps (the open circle is one)"
         if of_two_sweeps and only_short
-        else f", except at {'; '.join(of_two_sweeps)}, where it is two sweeps"
+        else f", except at {'; '.join(of_two_sweeps)}, where it is two sweeps (the open "
+        "circle is one)"
         if of_two_sweeps
         else ""
     )
@@ -2963,11 +2964,10 @@ lab.read(
 
 # Reading
 lab.read(
-    f"**One sweep in order beats two sweeps** at {verdicts[0]['faster']} points (at the ladder's "
-    f"full shape by a factor of {over_two('full'):.2f}, timed anew), and loses at "
+    f"**One sweep in order beats two sweeps** at {verdicts[0]['faster']} points, and loses at "
     f"{verdicts[0]['slower']}"
     + (f" ({named(slower)})" if named(slower) else "")
-    + f". Without the order, it is faster at {verdicts[1]['faster']} and slower at "
+    + f". Giving up the order makes it faster at {verdicts[1]['faster']} and slower at "
     f"{verdicts[1]['slower']}."
     if speed.rows
     else f"{nan}"
@@ -3066,7 +3066,8 @@ lab.together(
         f"at {points_of(over_theirs)}. **Why less than {100 * SCATTER:.0f} % is no difference.** "
         f"We time the default under two names, and at {close} of {len(twice)} points the two times "
         "agree more closely than that. The same kernel in two figures differs by up to "
-        f"{100 * abs(between):.0f} %, so we compare only within one figure. "
+        f"{100 * abs(between):.0f} %, so we compare only within one figure: at the ladder's full "
+        f"shape, timed anew, one sweep is {over_two('full'):.2f} times as fast as two. "
         + (f"Absent from this run: {', '.join(absent)}." if absent else "")
         if speed.rows
         else f"{nan}"

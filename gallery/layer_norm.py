@@ -444,8 +444,8 @@ by_four = sum(
     in_copies.get(of, nan) for of in ("x - mean", "deviation * rstd", "… * w", "… + b")
 )
 lab.read(
-    "PyTorch's own `layer_norm` is a single kernel. It reads each row twice, which allows two "
-    "thirds of the speed of a copy, and reaches "
+    "PyTorch's own `layer_norm` is a single kernel. It reads each row twice, which without caches "
+    "allows two thirds of the speed of a copy, and reaches "
     f"{share['PyTorch', 4096]:.0f} and {share['PyTorch', 32768]:.0f} %. The seven operations move "
     f"the bytes of six copies but take as long as {sum(in_copies.values()) or nan:.0f}, and "
     f"{by_four:.0f} of those go to the four that broadcast an operand, such as the mean of a row."
@@ -473,17 +473,20 @@ lab.together(
 # %%
 
 # Reading
-differing = "".join(
-    f" (but {100 * reached:.0f} % on {other.provenance['gpu']}"
-    + (", with an older kernel)" if other.mark else ")")
+differing = " and ".join(
+    f"{100 * reached:.0f} % on {other.provenance['gpu']}"
+    + " (with an older kernel)" * bool(other.mark)
     for other in ladder.elsewhere
     if not other.at(provider="one program", columns=32768).empty
     for reached in [other.share("one program", columns=32768)]
     if 100 * reached > share["one program", 32768] + 5
 )
 lab.read(
-    f"At 32,768 columns, reading once reaches only {share['one program', 32768]:.0f} %{differing}, "
-    "so long rows need two more ideas. First, though, the digits: rounding spoils some rows."
+    "At 32,768 columns, reading once reaches "
+    + f"{differing}, but " * bool(differing)
+    + f"only {share['one program', 32768]:.0f} %"
+    + f" on {gpu}" * bool(differing)
+    + ", so long rows need two more ideas. First, though, the digits: rounding spoils some rows."
 )
 
 # %%
@@ -618,9 +621,9 @@ found = [norm(row, ones, zeros, eps=0.0, corrected=repair) for repair in (False,
 plain, corrected = (y.var(correction=0).item() for y in found)
 assert abs(corrected - 1) < 1e-6
 lab.read(
-    "The deviations from the rounded mean, 0 and 2, yield a correction of 1, and 4−2·1² is the "
-    "right `m2`. The kernel confirms this: the variance of its output, which should be 1, is "
-    f"{plain:.1f} without the correction and {corrected:.1f} with it. The outputs are still "
+    "The deviations from the rounded mean, 0 and 2, yield a correction of 1, and 4 − 2·1² = 2 is "
+    "the right `m2`. The kernel confirms this: the variance of its output, which should be 1, is "
+    f"{plain:.1f} without the correction and {corrected:.1f} with it. The outputs are "
     f"{' and '.join(f'{y:.0f}' for y in found[1][0].tolist())} instead of −1 and 1, because the "
     "corrected mean is itself rounded to float32. Storing the mean as two numbers would help, but "
     "the backward pass takes only one."
@@ -711,9 +714,8 @@ if gained.rows:
             else ", and PyTorch's is about as large as ours. "
         )
         + (
-            "There is little left to gain, because float32 rounds the mean itself by up to "
-            f"{half_apart:.5f}, or {half_apart / largest:.1e} of the largest output, "
-            f"{largest:.0f}. " * (corrected < 1.5 * half_apart / largest)
+            "There is little left to gain, because rounding the mean to float32 can by itself cost "
+            f"{half_apart / largest:.1e}. " * (corrected < 1.5 * half_apart / largest)
         )
         + (
             "At a mean of 0 our error is slightly larger than PyTorch's. "
@@ -729,8 +731,8 @@ if costs:
 lab.read(said) if said else None
 
 # %%
-# The operator corrects the mean in the same way and also guards every step against overflow. That
-# leaves the long rows.
+# The operator corrects the mean too, unless the sum of equal numbers is exact anyway, and guards
+# every step against overflow. That leaves the long rows.
 
 # Folded: The small kernel with the correction, its price, and the operator's guards
 edges = torch.tensor([[3e38, 3e38], [-2e19, 2e19]], device=runtime.DEVICE)
@@ -824,7 +826,8 @@ lab.together(
 lab.source(widen)
 
 # %%
-# Without its guards, and with ``PAIRS`` pairs of bfloat16 numbers in each piece, the kernel begins:
+# Without its guards, the kernel begins as follows. ``x_ptrs`` points to the row as pairs, ``PAIRS``
+# of them in each piece:
 #
 # .. code-block:: python
 #
@@ -847,11 +850,11 @@ lab.source(widen)
 #    m2 = tl.sum(m2, axis=0)
 #
 # The compiler may widen the pieces once for both loops and keep the results in registers.
-# ``afresh``, also called before the output, rules this out: it adds to each piece an argument,
-# ``zero``, and the compiler does not know that this is always 0.
+# ``afresh``, also called before the output, prevents this: it adds an argument, ``zero``, to each
+# piece, and the compiler cannot know that this is always 0.
 #
-# This kernel does not correct the mean: a bfloat16 uses only 8 of the 24 significant bits of
-# float32, and the other 16 keep the sum of up to 65,536 (2¹⁶) equal numbers exact.
+# This kernel need not correct the mean, because a bfloat16 uses only 8 of the 24 significant bits
+# of float32, and the other 16 keep the sum of up to 65,536 (2¹⁶) equal numbers exact.
 
 # Folded: The packed kernel whole, and how it keeps digits and registers
 lab.together(
@@ -985,11 +988,11 @@ lab.table(
             .split(", ")[0]
             .replace("one read", "whole"),
             "columns": row["kernel, columns"].split(", ")[1],
-            "warps": row["warps"],
+            "threads": f"{32 * row['warps']:,}",
             "registers per thread": row["registers per thread"],
-            "programs per SM": row["programs"],
+            "programs": row["programs"],
             "% of a copy": row["% of a copy"],
-            "without w, b": row["without w, b"],
+            "% without w, b": row["without w, b"],
         }
         for row in lines.rows
     ],
@@ -1043,8 +1046,8 @@ lab.read(
 # In general, part :math:`i` with :math:`n_i` elements contributes :math:`M_i + n_i\, (m_i - m)^2`.
 # This is the formula that corrected ``m2``, in reverse: for a part, :math:`m_i` is the true mean
 # and the row's :math:`m` the wrong one. ``merge_moments`` adds up the contributions, following
-# Chan, Golub and LeVeque (1982). ``means`` and ``m2s`` have one line per row and one column per
-# part; ``parts`` numbers the parts 0, 1, 2, …, and each has up to ``BLOCK_COLS`` columns:
+# Chan, Golub and LeVeque (1982). Along axis 1, ``means`` and ``m2s`` hold the moments of a row's
+# parts, and ``parts`` their numbers 0, 1, 2, …; a part has up to ``BLOCK_COLS`` columns:
 
 lab.source(merge_moments)
 
@@ -1140,8 +1143,8 @@ lab.read(
 ) if parted == parted else None
 
 # %%
-# With these four, ``layer_norm`` has a kernel for every length. Each serves up to where the next is
-# faster or its own rows no longer fit (fold):
+# With these four, ``layer_norm`` has a kernel for every length. Each serves up to the length at
+# which the next is faster or its own rows no longer fit:
 
 longest = tuned.MAX_PARTS * tuned.MAX_PART_COLS
 lab.table(
@@ -1299,8 +1302,9 @@ if left.rows:
         "all" if max(of) == 0 else "none" if min(of) > 0 else f"{of.count(0)}"
         for of in (ours, theirs)
     )
+    mine += " of" * (mine != "all")
     said += (
-        f"**Our kernels turn rows of equal numbers into zeros in {mine} of {len(ours)} "
+        f"**Our kernels turn rows of equal numbers into zeros in {mine} {len(ours)} "
         f"combinations of kernel, length and dtype, PyTorch in {pytorch}.**"
     )
 lab.read(said)
@@ -1460,8 +1464,7 @@ lab.read(
 # Reading
 slowest, least, others = in_short("float32")
 lab.read(
-    f"In float32 (see the fold), the operator reaches at least {least:.0f} %. "
-    + beaten_at("float32")
+    f"In float32, the operator reaches at least {least:.0f} %. " + beaten_at("float32")
 )
 
 # %%
@@ -1697,15 +1700,9 @@ beaten = {
 
 # Reading
 lab.read(
-    "**Rows whose length is not a multiple of 16 can be much slower.** At 1,000 columns our kernel "
-    f"reaches {ours[1000]:.0f} % of a copy, but at 4,100 it reaches {ours[4100]:.0f}, "
-    + (
-        "like PyTorch's"
-        if round(ours[4100]) == round(shares[4100]["PyTorch"])
-        else f"where PyTorch's reaches {shares[4100]['PyTorch']:.0f}"
-    )
-    + f". At 4,101, where its threads must load single numbers, it falls to {ours[4101]:.0f} %, "
-    f"and PyTorch's to {shares[4101]['PyTorch']:.0f}. "
+    "**Rows whose length is not a multiple of 16 can be much slower.** At 4,101 columns, where its "
+    f"threads must load single numbers, our kernel falls to {ours[4101]:.0f} % of a copy, and "
+    f"PyTorch's to {shares[4101]['PyTorch']:.0f}. "
     + " ".join(
         f"{name} is faster at {' and '.join(lengths)} columns."
         for name, lengths in beaten.items()
@@ -1774,10 +1771,18 @@ lab.together(
 # %%
 # What breaks it
 # --------------
-#
-# Three mistakes make layer norm silently wrong: taking the variance from *squares*, leaving the
-# mean *not corrected*, and omitting ``tl.where``. With the third, each zero of the *padding*, which
-# here fills up a block of 1,024, adds the square of the mean:
+
+# Reading
+lab.read(
+    "Three mistakes make layer norm silently wrong. The first two appeared above: the variance "
+    f"from squares was {by_squares['from squares']} instead of {by_squares['true variance']}, and "
+    "an uncorrected mean turned rows of equal numbers into outputs of up to "
+    f"{obvious.replace('zero', '0')} instead of 0."
+)
+
+# %%
+# The third is to omit ``tl.where``. Each zero of the padding, which here fills up a block of 1,024,
+# then adds the square of the mean:
 #
 # .. code-block:: python
 #
@@ -1806,35 +1811,20 @@ def variance_kernel(x_ptr, v_ptr, n_cols, BLOCK: tl.constexpr):
 
 # Measuring
 v = torch.empty(1, device=runtime.DEVICE)
-rows = [
-    {
-        "mistake": "squares",
-        "input": "mean 10,000",
-        "right": by_squares["true variance"],
-        "computed": by_squares["from squares"],
-    },
-    {
-        "mistake": "not corrected",
-        "input": "equal numbers, largest output",
-        "right": "0",
-        "computed": obvious.replace("zero", "0"),
-    },
-]
+rows = []
 for mean, n_cols in ((3, 1024), (3, 1000), (3, 520), (0, 1000)):
     x = torch.randn(n_cols, device=runtime.DEVICE) + mean
     row = {
-        "mistake": "padding",
-        "input": f"{n_cols:,} columns, mean {mean}",
-        "right": f"{x.double().var(correction=0):.3f}",
+        "columns": f"{n_cols:,}",
+        "zeros of padding": 1024 - n_cols,
+        "mean": mean,
+        "true variance": f"{x.double().var(correction=0):.3f}",
     }
     variance_kernel[(1,)](x, v, n_cols, 1024)
-    assert row["right"] == f"{v.item():.3f}"
+    assert row["true variance"] == f"{v.item():.3f}"
     padded_variance_kernel[(1,)](x, v, n_cols, 1024)
-    rows.append(row | {"computed": f"{v.item():.3f}"})
-lab.table(
-    rows,
-    "Wrong variances next to right ones, and a wrong output",
-)
+    rows.append(row | {"without tl.where": f"{v.item():.3f}"})
+lab.table(rows, "The variance without tl.where, next to the true one")
 
 # %%
 

@@ -105,6 +105,9 @@ def simple_backward(x, w, mean, rstd, dy):
 #          and 4, program 2 rows 2 and 5. Each keeps its sums in registers and leaves one row of
 #          sums. A second kernel reads all three and adds them up to dw and db.
 #
+# In the bars at the top, programs hand over after *every tile*, which is two rows, or only *once*,
+# after all their rows.
+#
 # The mathematics
 # ---------------
 #
@@ -172,8 +175,8 @@ assert abs(grown / 0.001 - dx_of_eight[0, 0]) < 0.01
 lab.read(
     f"The line `left` sums to {remains.sum():.0f}, and its dot product with `xhat` is "
     f"{(remains * hat).sum():.0f}. A nudge confirms the first number of `dx`. Because `dy` is 4, "
-    "the loss is four times the first output; raising the first element from 1 to 1.001 makes it "
-    f"grow by {grown:.4f}, {dx_of_eight[0, 0]:.0f} times the nudge. This row adds `dy * xhat` = "
+    "the loss is four times the first output; moving the first element from 1 to 1.001 raises the "
+    f"loss by {grown:.4f}, {dx_of_eight[0, 0]:.0f} times the nudge. This row adds `dy * xhat` = "
     f"{(dy_of_eight * hat)[0, 0]:.0f} to the first column of `dw`, and `dy` = "
     f"{dy_of_eight[0, 0]:.0f} to that of `db`.".replace("-", "−")
 )
@@ -301,8 +304,8 @@ assert worst < 1e-14
 
 # Reading
 lab.read(
-    "Steps 2 to 6 and the formulas agree with automatic differentiation in float64; the largest "
-    f"difference is {worst:.0e}."
+    "The formulas, and steps 2 to 6 in the fold, agree with automatic differentiation in float64; "
+    f"the largest difference is {worst:.0e}."
 )
 
 # %%
@@ -497,9 +500,9 @@ lab.source(lock_kernel)
 #    thread neither move ahead of it nor return what a cache held before.
 # 2. *So do the loads of my other threads.* They wait at a *barrier*, ``tl.debug_barrier``, which no
 #    thread of the program passes before all have reached it.
-# 3. *All my stores come before I free the lock.* A second barrier ensures this.
-# 4. *Whoever sees the lock free also sees those stores.* The exchange that frees it has ``release``
-#    semantics, which the second barrier extends to the stores of all threads.
+# 3. *All my stores come before I give the lock back.* A second barrier ensures this.
+# 4. *Whoever sees the lock free also sees those stores.* The exchange that gives it back has
+#    ``release`` semantics, which the second barrier extends to the stores of all threads.
 #
 # .. image:: /figures/layer-norm-lock.svg
 #    :alt: Program A takes the lock with acquire, passes a barrier, its threads load and store, it
@@ -515,7 +518,7 @@ lab.source(lock_kernel)
 # What breaks it: a lock without its protections
 # ----------------------------------------------
 #
-# To see what each protection prevents, we remove one at a time from the numbered lines:
+# To see what each protection prevents, we remove ``acquire``, ``release`` or both barriers:
 #
 # .. code-block:: python
 #
@@ -804,13 +807,18 @@ ways = lab.bench(
 def draw_ways(axes, rows):
     steps = [lab.colour(f"way {number}") for number in range(5)]
     looks = {
-        "one lock": {"color": lab.colour("copy"), "marker": "s", "linewidth": 1.5},
+        "atomic add": {
+            "color": steps[4],
+            "marker": "o",
+            "linestyle": "--",
+            "zorder": 3,  # where it meets partial sums, both lines can be seen
+        },
         "partial sums": {
             "color": lab.colour("Kernel Book"),
             "marker": "^",
             "linewidth": 2.6,
         },
-        "atomic add": {"color": steps[4], "marker": "o", "linestyle": "--"},
+        "one lock": {"color": lab.colour("copy"), "marker": "s", "linewidth": 1.5},
     }
     for name, look in looks.items():
         line = [row for row in rows if row["provider"] == name]
@@ -844,7 +852,10 @@ of_ways = {
     for name in ("one lock", "atomic add", "partial sums")
     for n in PROGRAMS
 }
-best = max(PROGRAMS, key=lambda n: of_ways["partial sums", n])
+best, best_of_atomics = (
+    max(PROGRAMS, key=lambda n: of_ways[name, n])
+    for name in ("partial sums", "atomic add")
+)
 most = PROGRAMS[-1]
 atomics = of_ways["atomic add", best] - of_ways["partial sums", best]
 lead = of_ways["atomic add", 4096] - of_ways["partial sums", 4096]
@@ -852,15 +863,19 @@ of_x = 12 * 32768 // most
 many_of = of_ways["partial sums", most]
 allowed = 100 * of_x / (of_x + 16)  # x, dy, dx of float32, without the sums
 lab.read(
-    f"Partial sums are fastest with {best:,} programs. With the most programs, they are slower "
-    "than the bytes of their sums explain (in the fold). We did not measure where the rest of the "
-    "time goes, nor why few programs are slow. "
-    + (
-        f"With 4,096 programs, the atomic add is {lead:.0f} points ahead of partial sums. "
-        if lead > 2
-        else ""
+    (
+        f"Partial sums and the atomic add are both fastest with {best:,} programs"
+        if best == best_of_atomics
+        else f"Partial sums are fastest with {best:,} programs"
     )
-    + "A single lock is slow with any number of programs."
+    + (
+        f"; with 4,096, the atomic add is {lead:.0f} points ahead. "
+        if lead > 2
+        else ". "
+    )
+    + "A single lock is slow with any number. On the right, the bytes of the partial sums explain "
+    "only part of the loss (in the fold); we measured neither the rest nor why few programs are "
+    "slow."
 )
 
 # %%
@@ -884,7 +899,7 @@ def same_bits(version):
 # Reading
 def runs_said(name):
     count = unlike.get(name, nan)
-    return {0: "none", 99: "all 99"}.get(count, f"{count:.0f} of 99")
+    return {0: "none", 99: "all 99 others"}.get(count, f"{count:.0f} of 99")
 
 
 together = ["lock per program"] + ["atomic add"] * ("atomic add" in unlike)
@@ -892,10 +907,15 @@ said = {
     "lock per program": "under locks",
     "atomic add": "with atomic adds",
 }
+alike = len({runs_said(name) for name in together}) == 1
 lab.read(
-    "We also ran each way a hundred times on one input and compared 99 results for `dw` with the "
-    "first. The last bits differ "
-    + " and ".join(f"in {runs_said(name)} {said[name]}" for name in together)
+    "We also ran each way a hundred times on one input. Compared with the first run, the last bits "
+    "of `dw` differ "
+    + (
+        f"in {runs_said(together[0])} {' and '.join(said[name] for name in together)}"
+        if alike
+        else " and ".join(f"in {runs_said(name)} {said[name]}" for name in together)
+    )
     + f", {'but' if unlike.get('partial sums') == 0 else 'and'} in {runs_said('partial sums')} "
     "with partial sums, which the second kernel adds in a fixed order."
 )
@@ -1014,10 +1034,9 @@ lab.together(
 # -----------------------------------
 #
 # The key idea has two halves: summing many rows, and storing without a lock. The kernel of
-# ``layer_norm`` can do one without the other, because it can also take a lock. It differs from the
-# small kernels: it accepts 16-bit numbers, its programs can share 64 buffers with one lock each,
-# and it *loads ahead*, copying its next rows into :term:`shared memory` while it works on the
-# current one. It has no atomic add.
+# ``layer_norm`` can do one without the other, because its programs can also share 64 buffers with
+# one lock each; it has no atomic add. Unlike the small kernels, it accepts 16-bit numbers and
+# *loads ahead*, copying its next rows into :term:`shared memory` while it works on the current one.
 #
 # A *tile* is two rows of 1,024 columns, or one longer row. A program that takes one tile hands over
 # its sums *every tile*; one that takes many hands over *once*.
@@ -1172,18 +1191,18 @@ lab.read(
 
 # Reading
 lab.read(
-    "The lock matters less. When programs hand over once, 64 locks are "
+    "The lock matters less: when programs hand over once, 64 locks are "
     f"{behind.get(1024, nan)} points behind partial sums at 1,024 columns and "
     f"{behind.get(8192, nan)} at 8,192. "
     + (
-        "When they hand over every tile, the locks even win at 8,192; we did not measure why. "
-        if tile_lock > tile_sums + 1
+        "But a single lock is slow even then (in the fold): locks come close to partial sums only "
+        "where they are many and rarely taken. "
+        if alone < race_share["lock per program", 1024] / 2
         else ""
     )
     + (
-        "But a single lock is slow even if each program takes it once (in the fold): locks come "
-        "close to partial sums only where they are many and rarely taken."
-        if alone < race_share["lock per program", 1024] / 2
+        "With a hand-over every tile, locks even win at 8,192 columns; we did not measure why."
+        if tile_lock > tile_sums + 1
         else ""
     )
 )
@@ -1387,10 +1406,10 @@ in_float32 = [
 by_library = {(row["library"], row["dtype"]): [] for row in losses}
 for row in losses:
     by_library[row["library"], row["dtype"]].append(
-        f"by {row['its %'] - row['our %']} points at {row['columns']:,} columns"
+        f"{row['its %'] - row['our %']} points at {row['columns']:,}"
     )
 each = [
-    f"{library} in {dtype}, {' and '.join(found)}"
+    f"{library} in {dtype}, by {' and '.join(found)} columns"
     for (library, dtype), found in by_library.items()
 ]
 lab.read(
@@ -1433,17 +1452,16 @@ lab.read(
 ) if not drop[2] >= drop[1] - 5 else None
 
 # %%
-# Above 8,192 columns, a row and its sums no longer fit in the registers of an SM, with one
-# exception: 16-bit rows of 16,384 numbers, which stay *packed* in pairs. A *group* of programs
-# shares any other wide row, and each of them takes one part of it. Within the group, each column
-# belongs to one program, so ``dw`` and ``db`` need no exchange. But ``c1`` and ``c2`` are sums over
-# all parts. The programs exchange these through *slots* in memory, as in :doc:`/chapters/softmax`,
-# and have to wait for each other.
+# Up to 8,192 columns, a row and its sums fit in the registers of an SM. *Packed* in pairs, so do
+# 16-bit rows of 16,384 numbers. A *group* of programs *shares* any other wide row, and each takes
+# one part. Within the group, each column belongs to one program, so ``dw`` and ``db`` need no
+# exchange. But ``c1`` and ``c2`` are sums over all parts. The programs exchange these through
+# *slots* in memory, as in :doc:`/chapters/softmax`, and have to wait for each other.
 #
-# Shared rows may therefore be slow because programs wait, or because they load less ahead. In the
-# last line of the table, the same kernel runs on rows of 2,048 columns: each part is a row by
-# itself, and no program waits. The table, timed separately and without the second kernel, differs a
-# little from the figure.
+# Shared rows may be slow because of this waiting, or because an SM loads less ahead. In the last
+# line of the table, the same kernel runs on rows of 2,048 columns: each part is a row by itself,
+# and no program waits. The table, timed separately and without the second kernel, differs a little
+# from the figure.
 
 
 # Measuring
@@ -1495,7 +1513,12 @@ changed_rows = [
     for (rows, changed), row in zip(CHANGES, ahead.rows, strict=bool(ahead.rows))
 ]
 lab.table(
-    [changed_rows[place] for place in (0, 1, 2, 5, 6)],
+    [
+        {"rows": row["rows"] + (f", {row['kernel']}" if place == 1 else "")}
+        | {name: row[name] for name in kept}
+        for place, row in enumerate(changed_rows)
+        if place in (0, 1, 2, 5, 6)
+    ],
     f"How far ahead an SM loads, and the speed, on {gpu}",
 ) if ahead.rows else ahead
 

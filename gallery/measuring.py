@@ -299,7 +299,8 @@ lab.read(
     f"The small softmax shrinks from {small['clock and wait']:.1f} µs by `clock_and_wait` to "
     f"{small[best]:.1f} in the fifth way. Two events with nothing between them are already "
     f"{nothing[best]:.1f} µs apart (see the fold), which we do not subtract, because a kernel may "
-    "overlap its events. Read a time below about 20 µs as an upper bound."
+    f"overlap its events. That is {100 * nothing[best] / 20:.0f} % of 20 µs, so read any shorter "
+    "time as an upper bound."
 )
 
 # %%
@@ -747,7 +748,7 @@ lab.read(
     )
     + f"{times[slowest_first][0] / 1e3:.1f} seconds, about {round(ratio_of_first, -4):,.0f} times "
     "the tenth call. (We made Triton compile anew; usually it finds compiled kernels on disk.) The "
-    "kernels of cuBLAS come compiled, so its first call presumably sets up the library."
+    "kernels of cuBLAS come precompiled, so its first call presumably sets up the library."
 )
 
 # %%
@@ -970,13 +971,13 @@ in_graph = found_by("do_bench_cudagraph")[1]
 by_graph = 2 * 2 * 2048 * 4096 / in_graph / 1e3  # read and written, in 16 bits
 spans = numpy.ceil(100 * (max(all_large) / min(all_large) - 1))
 lab.read(
-    f"On the large input, all agree within {spans:.0f} %. On the others, the first two loops run "
-    f"at the pace of the host and show {min(by_the_host):.0f} to {max(by_the_host):.0f} µs. "
+    f"On the large input, all agree within {spans:.0f} %. On the others, the first two loops show "
+    f"the pace of the host, {min(by_the_host):.0f} to {max(by_the_host):.0f} µs per call in a row. "
     "`do_bench_cudagraph` shows the shortest times, since it neither flushes nor records an event "
     "between two runs."
     + (
         f" Its {in_graph:.1f} µs would mean {by_graph:,.0f} GB/s, although no copy above exceeded "
-        f"{max(warm.values()):,}: much of the data came from the cache."
+        f"{max(warm.values()):,}, so some of the data came from the cache."
         if by_graph > 1.1 * max(warm.values())
         else ""
     )
@@ -991,16 +992,15 @@ agree = any(  # is do_bench right for one of the inputs?
 )
 lab.read(
     (
-        "Triton's `do_bench` with `return_mode='median'` will do if a launch is "
-        "shorter than its flush, which then serves as the pause. If your call keeps the host busy "
-        "for longer, use `gpu_time`. "
+        "Triton's `do_bench` with `return_mode='median'` will do if a launch is shorter than the "
+        "flush before it, which then serves as the pause; for a longer launch, use `gpu_time`. "
         if agree
         else "Use `gpu_time`, because `do_bench` was off for each of these inputs. "
         if suites.rows
         else f"{nan} "
     )
-    + "`do_bench_cudagraph` suits a kernel that will be replayed in a graph, and "
-    "`torch.utils.benchmark` measures the pace of many calls in a row, host included."
+    + "For a kernel that will be replayed in a graph, use `do_bench_cudagraph`; for the pace of "
+    "many calls in a row, host included, use `torch.utils.benchmark`."
 )
 
 # %%
@@ -1033,8 +1033,8 @@ lab.together(
 # ----------------
 #
 # Even in a good loop, a kernel can slow down late in a long job, because a GPU lowers its clocks
-# when it would otherwise exceed its *power limit*. We time four kernels after 0.4 seconds of rest,
-# and again after the GPU has been busy for as long. Guess which suffers most: a matmul of random
+# when it would otherwise exceed its *power limit*. We time each of four kernels after 0.4 seconds
+# of rest, and again after running it for as long. Guess which suffers most: a matmul of random
 # numbers or of zeros, or a copy of random numbers or of ones.
 
 
@@ -1266,9 +1266,10 @@ lab.read(
 
 # Reading
 lab.read(
-    f"On a busy GPU, zeros need {100 * (1 - zeros / random):.0f} % less time than random numbers"
+    f"Zeros flatter a matmul: on a busy GPU, it takes {100 * (1 - zeros / random):.0f} % less time "
+    "than on random numbers"
     + (
-        " and far less power, presumably because bits that do not change cost little"
+        " and draws far less power, presumably because bits that do not change cost little"
         if low
         else ""
     )
@@ -1436,9 +1437,9 @@ beyond = {share: 100 * (times[share] / times[50] - 1) for share in (80, 100)}
 lab.read(
     f"Slow runs pull up the mean, here to {above:.1f} % above the median. This book therefore "
     "reports the median, **p50**, and shows the spread as a band from **p20** to **p80**. More "
-    "runs make the median more certain: in 95 of 100 samples, the median of "
-    f"{SAMPLES[0]} runs lies within {by_median[0]:.1f} % of the median of all, and that of "
-    f"{SAMPLES[1]}, the most in this book, within {by_median[1]:.1f} %."
+    f"runs make the median more certain: in 95 of 100 samples of {SAMPLES[0]} runs, it lies within "
+    f"{by_median[0]:.1f} % of the median of all; with {SAMPLES[1]} runs, the most in this book, "
+    f"within {by_median[1]:.1f} %."
 )
 
 # %%
@@ -1577,7 +1578,7 @@ elsewhere = max(occasions) > (1 + counts_as_none / 100) * min(occasions)
 lab.read(
     "We ran this test on three kernels in the book's loop. A and B were never more than "
     f"{resolved:.2g} % apart, so, with some margin, we treat differences below {counts_as_none:g} "
-    "% as none. Compare only times from **one loop**"
+    "% as none. Compare only times taken **in one loop, together**"
     + (
         ", because a time can change by more from one occasion to the next (see the fold)."
         if elsewhere
@@ -1703,8 +1704,8 @@ if results.find("softmax"):
 lab.read(text)
 
 # %%
-# The figure shows the best point of each operator in bfloat16, and of attention also in FP8, under
-# a roof that NVIDIA states and we have not measured.
+# The figure shows the best point of each operator in bfloat16, and of attention also in FP8. Only
+# the FP8 roof is not measured: it is twice that of bfloat16, as NVIDIA states.
 
 # %%
 
@@ -1809,11 +1810,11 @@ def roofline(axes, rows):
     ):
         height = 0.42 if words.startswith("ridge") else 60
         axes.annotate(words, (place, height), (6, 0), color=grey, fontsize=10, **near)
-    axes.annotate("copy", (20, 20 * beta), (-9, 5), color=grey, ha="right", **near)
+    axes.annotate("copy", (36, 36 * beta), (-9, 4), color=grey, ha="right", **near)
     axes.annotate("matmul", (pi / beta, pi), (6, -9), color=grey, **near)
     for line, family in enumerate(("layer norm", "softmax", "weighted sum", "dropout")):
         axes.annotate(
-            family, (4, 1.6 * beta), (0, -14 * line - 6), color=lab.colour(family),
+            family, (4, 2 * beta), (0, -13 * line - 5), color=lab.colour(family),
             fontsize=10, **near,
         )  # fmt: skip
     for marker, label in LOOKS.values():
@@ -1826,7 +1827,9 @@ def roofline(axes, rows):
     if any(name.endswith("FP8") for name in best_of):
         ends = [pi / beta, 2 * pi / beta, right]
         axes.plot(ends, [pi, 2 * pi, 2 * pi], "--", color=grey, linewidth=0.8)
-        axes.annotate("FP8", (ends[1], 2 * pi), (4, 8), color=grey, **near)
+        axes.annotate(
+            "FP8, not measured", (ends[1], 2 * pi), (4, 8), color=grey, **near
+        )
     for name, (_, *point) in best_of.items():
         family, _, kind = of_family(name)
         hollow = {"markerfacecolor": "none"} if kind == "back" else {}
@@ -1915,8 +1918,7 @@ waiting = [name for name, points in placed.items() if waits_for(points) == "memo
 *others, last_one = dict.fromkeys(name.partition(",")[0] for name in waiting) or [""]
 lab.read(
     f"{', '.join(others).capitalize()} and {last_one} lie left of the ridge at {ridge:,.0f} FLOPs "
-    "per byte, so near the roof, only moving fewer bytes can make them faster. Attention lies to "
-    "the right of it."
+    "per byte, so near the roof, only moving fewer bytes can make them faster."
 )
 
 # %%
@@ -1926,10 +1928,7 @@ found = placed.get("attention", [(nan, nan)])
 lowest = min(found, key=lambda point: point[1])
 top = max(share for _, share in found)
 shortest = lowest[0] == min(intensity for intensity, _ in found)
-in_fp8, back = (
-    max((share for _, share in placed.get(name, ())), default=nan)
-    for name in ("attention, in FP8", "softmax, back")
-)
+back = max((share for _, share in placed.get("softmax, back", ())), default=nan)
 levels = (results.find("first_kernel") or {"tables": {}})["tables"].get(
     "The levels of memory: size, speed, latency", {"columns": [], "rows": []}
 )
@@ -1941,7 +1940,7 @@ below = [
     for _, share in placed.get(f"attention, {kind}", ())
 ]
 lab.read(
-    "Attention stays further from its roof and has the most to gain: its forward pass reaches "
+    "Attention lies right of the ridge and further from its roof: its forward pass reaches "
     f"{lowest[1]:.0f} % "
     + ("on the shortest sequences" if shortest else "at worst")
     + f" and {top:.0f} % at best"
@@ -1951,8 +1950,8 @@ lab.read(
         else "."
     )
     + (
-        " Softmax's backward pass can exceed 100 %, because it reads more than it writes (see the "
-        "fold)."
+        " Softmax's backward pass can exceed 100 %, presumably because it mostly reads, which is "
+        "faster than a copy (see the fold)."
         if back > 101 and reads_faster
         else ""
     )
@@ -1966,11 +1965,6 @@ lab.together(
         f"The copy reaches {beta:,.0f} GB/s and the matmul {pi:,.0f} TFLOP/s. We time the matmul "
         f"after a rest, like every kernel in this book; on a busy GPU, it reached {hot:,.0f} "
         "TFLOP/s."
-        + (
-            " The FP8 roof, twice as high, is what NVIDIA states; we have not measured it."
-            if in_fp8 > 0
-            else ""
-        )
     ),
     lab.read(
         "We count FLOPs by the formulas of each chapter (an exponential is one, random bits are "
@@ -1980,8 +1974,9 @@ lab.together(
         "those in a chapter, because a chapter divides by a copy as large as its own input, "
         "whereas this roof is a copy of 1 GiB."
         + (
-            " A kernel that reads more than it writes can beat a copy, because reading alone can "
-            f"be faster: a kernel in the first chapter reached {1e3 * read_alone:,.0f} GB/s."
+            " A kernel that mostly reads can beat a copy if reading alone is faster: "
+            "a kernel in the first chapter that hardly writes reached "
+            f"{1e3 * read_alone:,.0f} GB/s."
             if reads_faster
             else ""
         )
@@ -2226,7 +2221,7 @@ lab.together(
 #
 # We profile three softmaxes, each with an input and an output of 268 MB: ``row``; the slow one
 # above; and ``online``, another kernel of the softmax chapter, which loads every row twice. Guess
-# how many bytes ``online`` reads.
+# how many bytes ``online`` reads from :term:`HBM`.
 
 # Measuring
 COUNTERS = {
@@ -2473,7 +2468,7 @@ lab.together(
 
 # %%
 # These four numbers, compared with those on paper, tell you where to search. As a rule of thumb,
-# :term:`HBM` or an :term:`SM` is busy above 60 % of its peak.
+# HBM or an :term:`SM` is busy above 60 % of its peak.
 #
 # - *HBM above 80 %, bytes as on paper:* the kernel is near its roof. Move fewer bytes.
 # - *HBM busy, more bytes than on paper:* look for spills, a second read that no cache catches, or
@@ -2495,7 +2490,7 @@ lab.together(
 # - *Faster than memory allows:* the input was in the cache. Flush L2 before each run.
 # - *Seconds on the first call:* the kernel was compiling. Warm up with the same shapes, dtypes and
 #   options.
-# - *Different on every run:* equal runs vary. Take the median of more.
+# - *Different on every run:* identical runs vary. Take the median of more of them.
 # - *Different after another kernel:* the clock may have changed. Shuffle the order, and run an A/A
 #   test.
 # - *Dominated by the host:* launches outlast kernels. Replay a CUDA graph, if shapes and addresses
@@ -2508,8 +2503,8 @@ lab.together(
 #
 # **1. How sure is a median?** However the times are distributed, each of :math:`n` independent runs
 # is below the true median with probability 1/2. For 20 and for 100 runs, find the largest :math:`k`
-# for which the true median lies between the k-th fastest and the k-th slowest run in at least 95 of
-# 100 measurements. Check your answer with times from a long-tailed distribution.
+# for which the true median lies between the :math:`k`-th fastest and the :math:`k`-th slowest run
+# in at least 95 of 100 measurements. Check your answer with times from a long-tailed distribution.
 
 # %%
 

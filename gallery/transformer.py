@@ -184,9 +184,8 @@ lab.together(
 #    torch.cuda.synchronize()
 #    print(1e3 * (time.perf_counter() - begin), "ms")
 #
-# We time the step in float32 and under ``torch.autocast``, which runs the matmuls in bfloat16;
-# *bfloat16* below means the latter. Unless we say otherwise, the model is *large* at a context of
-# 1,024.
+# We time the step in float32 and under ``torch.autocast``, which runs the matmuls in bfloat16.
+# Unless we say otherwise, the model is *large* at a context of 1,024.
 
 # %%
 
@@ -520,9 +519,12 @@ def group_times(rows, dtype):
     return {name: took for name, took in times.items() if took}
 
 
+MODE_OF = {"float32": "float32", "bfloat16": "autocast"}
+
+
 def groups_in_words(rows):
     found = (
-        f"{dtype}: "
+        f"{MODE_OF[dtype]}: "
         + ", ".join(
             f"{name} {took:.1f}" for name, took in group_times(rows, dtype).items()
         )
@@ -566,7 +568,7 @@ def group_bars(axes, rows):
         ends_at = [min(value, END_OF_BARS) for value in values]
         places = [place + offset for place in range(len(names))]
         colour = lab.colour("quack" if dtype == "bfloat16" else "copy")
-        axes.barh(places, ends_at, height=0.38, color=colour, label=dtype)
+        axes.barh(places, ends_at, height=0.38, color=colour, label=MODE_OF[dtype])
         for place, value in zip(places, values, strict=True):
             if value > END_OF_BARS:
                 cut(axes, 0.93 * END_OF_BARS, place)
@@ -615,10 +617,11 @@ all_kernels = {dtype: in_groups(dtype, ["kernels"]) for dtype in DTYPES}
 lab.read(
     f"In float32 the kernels of a step take {all_kernels['float32']:.0f} ms. (TF32 is off, "
     "PyTorch's default.) Autocast makes them "
-    f"{all_kernels['float32'] / all_kernels['bfloat16']:.1f} times as fast, because the matmuls "
-    "now run on the matrix units, "
+    f"{all_kernels['float32'] / all_kernels['bfloat16']:.1f} times as fast, because it runs "
+    "the matmuls on the matrix units, where they are "
     f"{products['float32'] / products['bfloat16']:.0f} times as fast. **The matmuls now take only "
-    f"{in_step['bfloat16']:.0f} % of the time; most of the rest goes into moving bytes.**"
+    f"{in_step['bfloat16']:.0f} % of the time; most of the rest goes to operations that mainly "
+    "move bytes.**"
 )
 
 # %%
@@ -744,9 +747,8 @@ lab.sketch(
 
 # %%
 # The table below adds up the bytes of each colour and compares them with the FLOPs and with the
-# times in the profile. Each cast counts towards the operation that needs it, in bytes and in time.
-# For heads of :math:`d_h = 64` numbers, the two matmuls do :math:`4 d_h` FLOPs per score, the
-# scaling does one, and softmax about five.
+# times in the profile. For heads of :math:`d_h = 64` numbers, the two matmuls do :math:`4 d_h`
+# FLOPs per score, the scaling does one, and softmax about five.
 
 
 def of_record(chapter, name):
@@ -820,13 +822,13 @@ lab.read(
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    As long as attention stores its table, a step under autocast spends most of its time moving
-#    bytes. To know how fast such an operation can be, count its bytes, not its FLOPs.
+#    As long as attention stores its table, a step under autocast spends most of its time in
+#    operations that mainly move bytes. To know how fast they can be, count bytes, not FLOPs.
 #
 # In the profile, casts and copies grew most. :term:`Autocast <autocast>` leaves the parameters in
 # float32 and runs each operation in the dtype that PyTorch lists for it: linear layers in bfloat16;
-# softmax, layer norm and the loss in float32. It must therefore cast tensors before and after
-# softmax and after layer norm, and the parameters of a linear layer before its matmul.
+# softmax, layer norm and the loss in float32. So it casts tensors before and after softmax and
+# after layer norm, and every weight before its matmul.
 
 
 # Measuring
@@ -1207,7 +1209,7 @@ def kept_bars(axes):
 
 
 lab.sketch(
-    "What a layer of large keeps, in float32 unless noted",
+    "What a layer keeps (large, float32 unless noted)",
     "; ".join(
         f"{label}: "
         + ", ".join(
@@ -2330,7 +2332,7 @@ def layer_bars(axes, rows):
 
 lab.draw(
     layer,
-    "One layer of large at 1,024, forward and backward",
+    "One layer, forward and backward: large at 1,024",
     layer_in_words,
     layer_bars,
 )
@@ -2351,9 +2353,9 @@ fusing = layer_ms("attention, compiled") / layer_ms("Kernel Book")
 normed = saves("+ attention", "+ layer norm")
 lab.read(
     (
-        f"**Our softmax alone saves {saves('PyTorch', '+ softmax'):.2f} ms per layer; attention "
-        "that stores no table and skips the masked half saves another "
-        f"{saves('+ softmax', '+ attention'):.2f} ms.** We did not separate these two causes. "
+        f"**Our softmax alone saves {saves('PyTorch', '+ softmax'):.2f} ms per layer; our "
+        f"attention saves another {saves('+ softmax', '+ attention'):.2f} ms**, because it stores "
+        "no table and skips the masked half; we did not separate these two causes. "
         if saves("PyTorch", "+ softmax") < 0.25 * saves("PyTorch", "+ dropout")
         else f"Our softmax alone saves {saves('PyTorch', '+ softmax'):.2f} ms per layer, and "
         f"attention without the table another {saves('+ softmax', '+ attention'):.2f} ms. "
@@ -2817,7 +2819,7 @@ lab.read(
 # Drawing
 FIVE = ("layer norm", "qkv", "attention", "out", "dropout")
 LANES = {  # lengths of the five launches and kernels, in no unit
-    "SDPA: the host is slower than the GPU": (
+    "SDPA: the GPU waits a little": (
         (46, 46, 46, 46, 46),
         (34, 42, 42, 25, 25),
     ),
@@ -2896,9 +2898,10 @@ lab.sketch(
 #    A step runs at the pace of the slower of the two: the GPU, which runs the kernels, or the host,
 #    which launches them.
 #
-# In the next figure *between the matmuls* covers layer norm, dropout, GELU, additions, casts, scale
-# and mask; the part due to the table is pale. The host's time ends when its last call returns. It
-# and the step's time come from different steps, so they may differ by the scatter.
+# In the next figure *between the matmuls* covers layer norm, dropout, GELU, additions and casts;
+# *due to the table* is what the formula adds to these: scale, mask and more casts. The host's time
+# ends when its last call returns; the step's comes from other steps, so the two may differ by the
+# scatter.
 
 # Drawing
 FOLLOWED = {  # the versions that are drawn, and what the figure calls them
@@ -2985,10 +2988,10 @@ def step_bars(axes, rows):
         if kind == "attention":
             axes.barh(1, 0, label="due to the table", **of_table)
     axes.barh(1, 0, label="GPU waits", **rest)
-    axes.plot([], [], color=grey, linewidth=1, label="middle 60 %")
+    axes.plot([], [], color=grey, linewidth=1, label="host, middle 60 %")
 
 
-lab.draw(steps, "A step of large at 1,024, by host and GPU", steps_in_words, step_bars)
+lab.draw(steps, "One step, by host and GPU: large at 1,024", steps_in_words, step_bars)
 
 # %%
 
@@ -3081,8 +3084,16 @@ lab.read(
         and step_ms("+ dropout") > step_ms("PyTorch")
         else ""
     )
-    + "Launch times scatter so widely that we trust the gap to SDPA, but not the order of our "
-    "versions or the effect of compiling."
+    + "Launch times scatter widely: we trust "
+    + (
+        ""
+        if any(
+            overlap(step_row(name), step_row(sdpa), "host")
+            for name, sdpa in (("+ dropout", "SDPA"), ("Kernel Book", "SDPA, compiled"))
+        )
+        else "the gap between all our operators and SDPA, but "
+    )
+    + "neither the order of our versions nor the effect of compiling."
 )
 
 # %%
@@ -3106,7 +3117,7 @@ def layer_spread(version):
 
 # %%
 
-# Folded: How do softmax and the matmuls inside attention compare, and the steps in numbers
+# Folded: How do softmax and the matmuls inside attention compare, and how long is each step?
 softmax_took = in_groups("bfloat16", ["softmax"])
 took_inside = {
     "matmuls": (12 * head, step("attention, ms", "PyTorch") - softmax_took),
@@ -3299,8 +3310,7 @@ def graphs_in_words(rows):
 
 def graph_dots(axes, rows):
     axes.figure.set_size_inches(5.4, 3.6)
-    axes.grid(axis="x", visible=True)
-    axes.grid(axis="y", visible=False)
+    axes.grid(visible=False)
     rows = {row["version"]: row for row in timed(rows)}
     grey, blue = lab.colour("copy"), lab.colour("Kernel Book")
     hollow = {"markersize": 8, "markerfacecolor": "white"}
@@ -3318,22 +3328,27 @@ def graph_dots(axes, rows):
             axes.plot([graph_took, took], [place] * 2, color=ink, linewidth=1.5)
             axes.plot(took, place, "o", color=ink, **hollow)
             axes.plot(graph_took, place, "D", color=ink, markersize=8)
-            axes.annotate(
-                f"{graph_took:.1f}",
-                (graph_took, place),
-                xytext=(-8, 0),
-                textcoords="offset points",
-                ha="right",
-                va="center",
-                fontsize=10,
-            )
+            sign = 1 if took >= graph_took else -1
+            for side, at_x, text in (
+                (-sign, graph_took, f"{graph_took:.1f}"),
+                (sign, took, f"{took:.0f}"),
+            ):
+                axes.annotate(
+                    text,
+                    (at_x, place),
+                    xytext=(8 * side, 0),
+                    textcoords="offset points",
+                    ha="left" if side > 0 else "right",
+                    va="center",
+                    fontsize=10,
+                )
             longest = max(longest, took, graph_took)
         place += 1.2
     axes.set_yticks(list(ticks), list(ticks.values()))
     mark_ours(axes)
     axes.set_ylim(place - 0.6, -0.6)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlim(0, 1.06 * longest)
+    axes.set_xlim(0, 1.12 * longest)
     axes.set(xlabel="ms per training step")
     axes.plot([], [], "D", color=grey, markersize=8, label="as a graph")
     axes.plot([], [], "o", color=grey, label="launched by the host", **hollow)
@@ -3656,15 +3671,17 @@ def tally(kind):
     )
 
 
-graph_costs = {  # by how many milliseconds the graphs take longer than the launched steps
+graph_costs = {  # by how many % the graphs take longer than the launched steps
     model: [
-        race[model][GRAPHS[name]]["step p50, ms"] - race[model][name]["step p50, ms"]
+        round(100 * (1 / ratio(race[model], name, GRAPHS[name]) - 1.0))
         for name in without
     ]
     for model in no_gain
 }
 lost_by_graph = "".join(
-    f"; in {model} it even costs {found[0]:.1f} ms with SDPA and {found[1]:.1f} with ours"
+    f"; in {model} the graphs even take "
+    + " and ".join(dict.fromkeys(map(str, found)))
+    + " % longer"
     for model, found in graph_costs.items()
     if min(found) > 0
 )
@@ -3679,11 +3696,11 @@ lab.read(
         + (
             f"every case but {level[0]}**, where "
             + (
-                "our attention takes longer than SDPA's (see the fold) and "
+                "our attention is slower than SDPA's (see the fold) and "
                 if level[0] in sides["attention", 1]
                 else ""
             )
-            + "the difference is within the scatter. "
+            + "the steps tie within the scatter. "
             if ahead and len(level) == 1 and not behind
             else f"{listed(ahead)}"
             + (f", and lose in {listed(behind)}" if behind else "")
@@ -3719,7 +3736,7 @@ lab.read(
 
 # %%
 
-# Folded: In which kernels do the two graphs differ, and these races in numbers
+# Folded: In which kernels do the two graphs differ, and by how much?
 lab.draw(more, "Where the two graphs differ", kinds_in_words, kind_bars)
 lab.together(
     lab.read(
@@ -3841,8 +3858,8 @@ lab.read(
 
 # Reading
 lab.read(
-    "**As long as attention stores its table, a step in bfloat16 spends most of its time moving "
-    "bytes.** "
+    "**As long as attention stores its table, a step under autocast spends most of its time in "
+    "operations that mainly move bytes.** "
     + (
         "Replacing attention is worth more than all other replacements together: "
         if saves("PyTorch", "+ attention") > 0.8 * saves("PyTorch", "+ dropout")
@@ -3864,8 +3881,8 @@ lab.read(
 lab.read(
     "**A step also pays for its launches**, which timing a layer on the GPU alone does not show: "
     f"an eager step takes {step_ms('+ dropout'):.0f} ms with all our operators and "
-    f"{step_ms('SDPA'):.0f} with SDPA. Where the host is slower, capture the step as a graph. "
-    + (f"Without a graph, use SDPA in {listed(waiting)}. " if waiting else "")
+    f"{step_ms('SDPA'):.0f} with SDPA. Where the host is slower, capture the step as a graph"
+    + (f", or else use SDPA (here in {listed(waiting)}). " if waiting else ". ")
     + (
         f"As graphs, our operators are {lead} % ahead of SDPA in {FEW[len(ahead)]} of "
         f"{FEW[len(by_model)]} cases"
