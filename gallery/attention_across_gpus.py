@@ -58,11 +58,10 @@ KEPT, LAYERS, H200_GIB = 4, 32, 140
 per_token = 16 * 128 * 2
 million = LAYERS * KEPT * 1048576 * per_token / 2**30
 lab.read(
-    "A million tokens need several GPUs, because attention keeps `q`, `k`, `v` and `out` of every "
-    "token for the backward pass. With 16 heads of 128 numbers in bfloat16, each of these tensors "
-    f"takes {per_token // 1024} KiB per token, which adds up to {million:.0f} GiB over {LAYERS} "
-    f"layers: {million / H200_GIB:.1f} times the {H200_GIB} GiB of an H200, which must also hold "
-    "the weights."
+    "A million tokens need several GPUs, because for the backward pass attention keeps `q`, `k`, "
+    "`v` and `out`. With 16 heads of 128 numbers in bfloat16, each of these tensors takes "
+    f"{per_token // 1024} KiB per token, which adds up to {million:.0f} GiB over {LAYERS} layers. "
+    f"An H200 has {H200_GIB} GiB, which must also hold the weights."
 )
 
 # %%
@@ -240,9 +239,10 @@ lab.sketch(
 # Zig-zag balances the work not only in total but in every step. When the keys come from a lower
 # rank, all queries see its early piece and none see its late piece. When they come from a higher
 # rank, only the late queries see them, but these see both pieces. Either way half of the scores
-# remain, just as in a rank's own part under the mask. In the next figure each bar is a rank's work
-# in one step. Ranks wait for their neighbours' keys, so each step ends (dotted line) with its
-# slowest rank:
+# remain, just as in a rank's own part under the mask.
+#
+# Below, each bar is a rank's work in one step. Ranks wait for their neighbours' keys, so each step
+# ends (dotted line) with its slowest rank:
 
 # %%
 
@@ -365,9 +365,9 @@ on_one = F.scaled_dot_product_attention(*drawn, is_causal=True)
 error_of_one = (on_one.double() - truth).abs().max().item()
 assert max(errors) < 0.05
 lab.read(
-    f"On {ranks.world} ranks, the outputs of this loop and of the package's differ from "
-    f"float64 by at most {max(errors):.4f}. PyTorch's attention on one device, which rounds less "
-    f"often, differs by {error_of_one:.4f}."
+    f"On {ranks.world} ranks, this loop and the package come within {max(errors):.4f} of float64; "
+    "PyTorch's attention on one device, which rounds less often, comes within "
+    f"{error_of_one:.4f}."
 )
 
 # %%
@@ -511,11 +511,11 @@ lab.sketch(
 lab.source(ring._exchange)
 
 # %%
-# **When to choose it.** The number of ranks must divide the number of query heads and that of key
-# heads. If the two are equal, a rank sends :math:`(W - 1) / W` of each of four tensors in the
-# forward pass. In the ring it sends two tensors :math:`W - 1` times, which is :math:`W / 2` times
-# as many bytes, but unlike all to all it computes meanwhile. By this count, all to all suits short
-# parts on many ranks, while the ring suits long parts, whose transfers hide.
+# **When to choose it.** The number of ranks must divide the numbers of query heads and of key
+# heads. If these are equal, a rank sends :math:`(W - 1) / W` of each of ``q``, ``k``, ``v`` and
+# ``out`` in the forward pass. In the ring it sends ``k`` and ``v`` :math:`W - 1` times,
+# :math:`W / 2` times as many bytes, but computes meanwhile. By this count, all to all suits short
+# parts on many ranks, and the ring long parts, whose transfers hide.
 
 # %%
 # Is it right?
@@ -523,8 +523,8 @@ lab.source(ring._exchange)
 #
 # We compare the outputs and gradients of both methods with float64 on two ranks; three and four
 # ranks run only in the package's tests. The tolerance is four times the error of PyTorch's
-# attention on one device, or two :term:`ulps <ulp>` where that is more: the sum of two parts is
-# rounded to 16 bits three times, each term and then the sum, which leaves one rounding to spare.
+# attention on one device, or two :term:`ulps <ulp>` where that is more, because the sum of two
+# parts is rounded to 16 bits three times: each term, then the sum. One rounding is to spare.
 
 # Measuring
 METHODS = {
@@ -583,7 +583,8 @@ checked = lab.check("Attention across ranks", cases())
 
 # Reading
 found = checked.plain.split("\n")[0].removeprefix("Attention across ranks: ")
-lab.read(found[0].upper() + found[1:])
+found = found.split(";")[0].rstrip(".")
+lab.read(f"{found[0].upper()}{found[1:]}.")
 
 # %%
 
@@ -858,16 +859,19 @@ exchanged = max(
 )
 lab.read(
     ("**The layout brings the larger gain.** " if by_layout > by_hiding else "")
-    + f"Zig-zag is {balanced[first]:.2f} times as fast as contiguous parts at {first:,} tokens "
-    f"and {balanced[last]:.2f} times at {last:,}. Counting scores promised {promised:.2f}"
+    + f"On the longest sequence, zig-zag is {balanced[last]:.2f} times as fast as contiguous parts"
     + (
-        ", but the count leaves out transfers and launches, which weigh less on longer sequences. "
-        if balanced[first] < balanced[last] < promised
-        else ". "
+        f", almost the {promised:.2f} that counting scores promised. "
+        if 0.95 < balanced[last] / promised < 1
+        else f"; counting scores promised {promised:.2f}. "
     )
-    + f"Once the transfers are hidden too, the {WORLD} GPUs reach "
-    f"{100 * share['Kernel Book']:.0f} % of linear scaling at {length:,} tokens. The time of all "
-    f"to all stays within {numpy.ceil(exchanged):.0f} % of zig-zag's"
+    + (
+        "On shorter ones, where it gains less, the transfers and launches that the count leaves "
+        "out weigh more. "
+        if max(balanced[n] for n in LENGTHS[:-1]) < balanced[last] < promised
+        else ""
+    )
+    + f"The time of all to all stays within {numpy.ceil(exchanged):.0f} % of zig-zag's"
     + (
         ", although in both passes together it sends half as many bytes; we did not look for the "
         "reason."
@@ -897,15 +901,22 @@ gained = [n for n in LENGTHS if n not in in_doubt and not gains[n] < 0]
 given_up = [n for n in LENGTHS if n not in in_doubt and gains[n] < 0]
 
 
+def on_length(n):
+    """A length as the ladder shows it: the shortest, the longest or so many tokens."""
+    ends = {first: "on the shortest sequence", last: "on the longest sequence"}
+    return ends.get(n, f"at {n:,} tokens")
+
+
 def points_at(lengths, units):
     """The points gained or lost at some lengths, in words."""
     return " and ".join(
-        f"{abs(gains[n]):.0f}{' points' * units} at {n:,}{' tokens' * units}"
+        f"{abs(gains[n]):.0f}{' points' * units} {on_length(n)}"
         for n, units in zip(lengths, (units, *[False] * len(lengths)), strict=False)
     )
 
 
 ours_took, zigzag_took = (rounds_of(name, first) for name in ("Kernel Book", "zig-zag"))
+scattered = ours_took[1] - ours_took[0] > 2 * (zigzag_took[1] - zigzag_took[0])
 changes = [
     f"{verb} {points_at(lengths, units)}"
     for verb, lengths, units in (
@@ -915,16 +926,16 @@ changes = [
     if lengths
 ]
 lab.read(
-    (f"**Hiding the transfers {' but '.join(changes)}**" if changes else "")
+    (f"**Hiding the transfers {' but '.join(changes)}.** " if changes else "")
     + (
-        f", where its three rounds took {ours_took[0]:.1f} to {ours_took[1]:.1f} ms, against "
-        f"{zigzag_took[1]:.1f} at most for zig-zag; we did not look for the reason. "
+        f"There, {'its rounds differ more, and ' * scattered}waiting for them is the better "
+        "choice; we did not look for the reason. "
         if given_up == [first]
-        else ". " * bool(changes)
+        else ""
     )
     + (
-        f"At {' and '.join(f'{n:,}' for n in in_doubt)} tokens the change is smaller than the "
-        f"{between_sweeps:.1f} points by which two sweeps of our ring differ."
+        f"{' and '.join(map(on_length, in_doubt)).capitalize()}, the change is smaller than the "
+        "difference between two measurements of our ring."
         if in_doubt
         else ""
     )
@@ -1054,18 +1065,34 @@ ideal_ms, ring_ms = (
 cost = {row["version"]: row["ms a call"] for row in costs.rows}
 ring_cost, alone_cost = cost.get("ring", nan), cost.get("one GPU", nan)
 lost = all(percent(name, first) < percent(name, last) for name in RUNGS)
+
+
+def share_in_words(x):
+    """A share in words if a simple fraction is near, or else in percent."""
+    words = {
+        1 / 4: "a quarter", 1 / 3: "a third", 1 / 2: "half", 2 / 3: "two thirds",
+        3 / 4: "three quarters",
+    }  # fmt: skip
+    nearest = min(words, key=lambda fraction: abs(fraction - x))
+    return f"about {words[nearest]}" if abs(nearest - x) < 0.04 else f"{100 * x:.0f} %"
+
+
+alone_take = (
+    f"on the shortest sequence, the kernels take {share_in_words(by_kernels / ring_ms)} of the "
+    f"ring's time when timed one at a time, and the host {share_in_words(ring_cost / ring_ms)}"
+)
 lab.read(
     ("**Short sequences scale worse in every version.** " if lost else "")
-    + f"At {first:,} tokens the ring takes {ring_ms:.1f} ms, where linear scaling would take "
-    f"{ideal_ms:.1f}. "
     + (
-        "Neither the kernels nor the host explains this alone: launched one at a time, the kernels "
-        f"take {by_kernels:.1f} ms, and the host needs {ring_cost:.1f} ms, as a call with {SHORT} "
-        "tokens shows."
+        f"Neither the kernels nor the host explains this alone: {alone_take}"
+        + (
+            ", so speeding up one alone would not give linear scaling."
+            if min(by_kernels, ring_cost) > ideal_ms
+            else "."
+        )
         if max(by_kernels, ring_cost) < 0.9 * ring_ms
-        else "Either the kernels or the host may cause the loss: launched one at a time, the "
-        f"kernels take {by_kernels:.1f} ms, and the host needs {ring_cost:.1f} ms even for "
-        f"{SHORT} tokens. Since the two overlap in the ring, we cannot tell which it is."
+        else f"Either the kernels or the host may cause the loss: {alone_take}. Since the two "
+        "overlap in the ring, we cannot tell which it is."
     )
 )
 
@@ -1075,21 +1102,35 @@ lab.read(
 timed_alone = [
     (f"linear scaling, {LENGTHS[0]:,} tokens", ideal_ms),
     (f"the ring, {LENGTHS[0]:,} tokens", ring_ms),
+    ("the same, fastest and slowest round", ours_took),
+    ("zig-zag that waits, fastest and slowest round", zigzag_took),
     (
-        f"{WORLD} masked parts of {of_part:,} tokens, launched one at a time",
+        f"{WORLD} masked parts of {of_part:,} tokens, timed one at a time",
         without_merge,
     ),
     ("the same, with one of them unmasked and merged, as in the ring", by_kernels)
     if WORLD == 2
-    else ("the kernels of the ring, launched one at a time", by_kernels),
+    else ("the kernels of the ring, timed one at a time", by_kernels),
     (f"one GPU, {SHORT} tokens: its host", alone_cost),
     (f"the ring, {SHORT} tokens: its host", ring_cost),
 ]
-lab.table(
-    [{"time of": name, "ms": f"{ms:.1f}"} for name, ms in timed_alone]
-    if steps.rows
-    else [],
-    "The times of kernels and host, both passes",
+lab.together(
+    lab.table(
+        [
+            {
+                "time of": name,
+                "ms": " to ".join(f"{x:.1f}" for x in numpy.atleast_1d(ms)),
+            }
+            for name, ms in timed_alone
+        ]
+        if steps.rows
+        else [],
+        "The times of kernels and host, both passes",
+    ),
+    lab.read(
+        f"Two measurements of our ring differ by up to {between_sweeps:.1f} points of linear "
+        "scaling."
+    ),
 )
 
 # %%
@@ -1113,7 +1154,15 @@ timed_peers = {
 
 
 def compared(found):
-    """Percents by length, in words; less than 1 % is no difference."""
+    """Percents, in words, by length if they disagree; less than 1 % is no difference."""
+    low, high = (
+        f"{x:.0f}" for x in sorted(map(abs, (min(found.values()), max(found.values()))))
+    )
+    if len(found) == len(PEER_LENGTHS) and (
+        min(found.values()) >= 1 or max(found.values()) <= -1
+    ):
+        longer = "longer" if min(found.values()) > 0 else "shorter"
+        return f"{low if low == high else f'{low} to {high}'} % {longer} than ours"
     return " and ".join(
         f"as long{' as ours' * first} at {n:,}{' tokens' * first}"
         if abs(more) < 1
@@ -1127,14 +1176,14 @@ def compared(found):
 
 def beside_ours(name, found):
     """How long PyTorch's ring takes, as a paragraph."""
-    untimed = [f"{n:,}" for n in LENGTHS if n not in PEER_LENGTHS]
+    untimed = [n for n in LENGTHS if n not in PEER_LENGTHS]
     return (
         "**PyTorch's own ring**, the experimental `context_parallel` with "
         f"{name.removesuffix(' CP')}'s attention, takes {compared(found)}. The two use different "
         "kernels"
         + (
-            f", and we did not time {untimed[0]} tokens, where ours is weakest."
-            if untimed == [f"{first:,}"]
+            ", and we did not time the shortest sequence, where ours is weakest."
+            if untimed == [first] and lost
             else "."
         )
     )
@@ -1264,7 +1313,7 @@ lab.read(
     f"**With {most} GPUs, each keeps {'half' if most == 2 else f'1/{most}'} as much per layer for "
     "the backward pass, but a layer's peak memory falls by only "
     f"{100 * (1 - together / gib.get(1, nan)):.0f} %**, because parts and gradients in transit add "
-    "to it, one layer at a time."
+    "to it. Only one layer at a time needs these."
 )
 
 # %%
@@ -1466,40 +1515,33 @@ lab.draw(schedule, "One call on rank 0", told, draw_schedule)
 
 # Reading
 before, after = (lasts(schedule.rows, version) for version in VERSIONS_TRACED)
-
-
-def not_hidden(rows, version):
-    """The milliseconds in which this rank only transfers."""
-    beside_work = (
-        max(0.0, min(end, until) - max(start, since))
-        for start, end in lane_rows(rows, version, "transfer")
-        for since, until in lane_rows(rows, version, "compute")
-    )
-    return busy(rows, version, "transfer") - sum(beside_work)
-
-
-moved = not_hidden(schedule.rows, "waited for") - not_hidden(schedule.rows, "behind")
-saved = before - after
+saved = 100 * (1 - after / before)
 slowed = busy(schedule.rows, "behind", "compute") - busy(
     schedule.rows, "waited for", "compute"
 )
 begins = min(
     (at for at, _ in lane_rows(schedule.rows, "behind", "compute")), default=nan
 )
+of_first = min(lane_rows(schedule.rows, "behind", "transfer"), default=(nan, nan))
 lab.read(
     "**Transfers 2 and 3 hide behind the backward pass.** Transfer 4 does not, since almost "
-    "nothing is left to compute. Neither does most of transfer 1: the first kernel starts "
-    f"{begins:.1f} ms after it, perhaps because the host launches the transfer first. "
+    "nothing is left to compute"
     + (
-        f"Of the {saved:.1f} ms that hiding saves, {moved:.1f} come from transfers and the rest "
-        "from gaps around them. "
-        if moved <= saved
-        else f"Hiding {moved:.1f} ms of transfers saves only {saved:.1f} ms, since the "
-        f"computation takes {slowed:.1f} ms longer. "
-        if slowed > 0
-        else f"Hiding saves {saved:.1f} ms. "
+        ", and neither does most of transfer 1, which the host launches before the first kernel. "
+        if begins > sum(of_first) / 2
+        else ". "
     )
-    + "The profiler slows the host, so hiding may save more or less without it."
+    + (
+        f"Hiding shortens the call by {saved:.0f} %"
+        + (
+            f", although the computation takes {slowed:.1f} ms longer. "
+            if slowed > 0.05
+            else ". "
+        )
+        if saved >= 1
+        else f"Hiding changes the length of the call by {-saved:+.0f} %. "
+    )
+    + "The profiler slows the host, so without it the change may be larger or smaller."
     if schedule.rows or schedule.provenance is None
     else "The profiler saw no kernel on this machine."
 )
@@ -1525,8 +1567,8 @@ lab.read(
 #    :class: kb-key
 #
 #    What counts is the number of tokens *per rank*: the scores grow with its square, but the bytes
-#    only with the number itself. Neither the head size nor, beyond two, the number of ranks
-#    matters.
+#    only with the number itself. Neither the head size matters nor, with more than two ranks, how
+#    many there are.
 #
 # In the backward pass, a step does 2.5 times the FLOPs. With more than two ranks it sends three
 # times the bytes, because the gradients travel with the keys, in 32 bits. The factor 2 thus becomes
@@ -1614,25 +1656,29 @@ def hidden_from(which, link):
 links = re.search(r"NV(\d+)", of_record.get("interconnect", ""))
 per_link = 25 if re.search("V100|A100|H100|H200", of_record.get("gpu", "")) else None
 joined = "NVLink" if links else "the connection"
+parts_of_it = {
+    4: "a quarter",
+    5: "a fifth",
+    6: "a sixth",
+    7: "a seventh",
+    8: "an eighth",
+}
 lab.read(
-    (
-        f"Our {WORLD} GPUs are joined by NVLink, NVIDIA's connection between the GPUs of a host. "
+    "**By the formula, a ring of more than two ranks hides all transfers but the last from "
+    f"{round(hidden_from('backward', bandwidth), -2):,.0f} tokens per rank over {joined}, and from "
+    f"{round(hidden_from('backward', NETWORK), -3):,.0f} over a network card.** "
+    + (
+        "NVLink, NVIDIA's connection between the GPUs of a host, joins ours. "
         if links
         else ""
     )
+    + "A 400 Gb/s card between hosts carries at most "
     + (
-        f"On paper it carries {per_link * int(links[1])} GB/s in each direction; we measured "
-        if links and per_link
-        else "We measured "
+        f"about {parts_of_it[round(bandwidth / NETWORK)]} of the {bandwidth / 1e9:.0f} GB/s that "
+        f"we measured over {joined}."
+        if 3.5 < bandwidth / NETWORK < 8.5
+        else f"{NETWORK / 1e9:.0f} GB/s; we measured {bandwidth / 1e9:.0f} over {joined}."
     )
-    + f"{bandwidth / 1e9:.0f}{' GB/s' * (not (links and per_link))} with a tensor of "
-    f"{MEBIBYTES[-1]} MiB. Between hosts, a 400 Gb/s network card carries {NETWORK / 1e9:.0f} GB/s "
-    f"at most. A backward step of {largest:,} tokens runs at "
-    f"{flops['backward'] / 1e12:.0f} TFLOP/s. **By the formula, a ring of more than two ranks "
-    "hides all transfers but the last from "
-    f"{round(hidden_from('backward', bandwidth), -2):,.0f} tokens per rank over {joined}, and from "
-    f"{round(hidden_from('backward', NETWORK), -3):,.0f} over a network card**, "
-    f"or {64 * hidden_from('backward', NETWORK) / 1e6:.1f} million in all on 64 GPUs."
 )
 
 # %%
@@ -1662,12 +1708,20 @@ lab.together(
     lab.read(
         f"At {' and '.join(f'{n:,}' for n in shown)} tokens, {joined} hides "
         f"{'every transfer' if always else 'some but not all transfers'} of the forward pass; a "
-        "network card at its line rate hides "
+        "network card at full speed hides "
         + (f"none at {' and '.join(too_long)}. " if too_long else "every one too. ")
-        + "The formula uses the speeds of the largest step and the largest transfer. Where a step "
-        "takes far longer than its scores would, we see its launch rather than its scores. The "
-        "last column divides the bytes by the line rate, which gives the least possible time: a "
-        "real card also has latency. For the forward pass, the formula predicts that transfers "
+        + "The formula uses the speeds of the largest step and the largest transfer: "
+        f"{flops['backward'] / 1e12:.0f} TFLOP/s in the backward pass and {bandwidth / 1e9:.0f} "
+        "GB/s"
+        + (
+            f", where NVLink promises {per_link * int(links[1])} in each direction. "
+            if links and per_link
+            else ". "
+        )
+        + "Where a step takes far longer than its scores would, we see its launch rather than its "
+        f"scores. The last column divides the bytes by the card's {NETWORK / 1e9:.0f} GB/s, which "
+        "gives the least possible time: a real card also has latency. "
+        "For the forward pass, the formula predicts that transfers "
         f"hide from {round(hidden_from('forward', bandwidth), -2):,.0f} tokens over {joined}, and "
         f"from {round(hidden_from('forward', NETWORK), -2):,.0f} over the card."
     ),
@@ -1682,7 +1736,7 @@ lab.together(
 # For more GPUs than we have, we simulate a ring from the pieces that we measured. A step lasts as
 # long as the slowest of three: its scores, the transfer that overlaps them, and the host's launch.
 # The last gradients add to the total, because nothing hides them. Eight GPUs share a host, and we
-# assume the NVLink speed of our pair. For more GPUs we take the line rate of a network card, since
+# assume the NVLink speed of our pair. For more GPUs we take a network card at its full speed, since
 # the slowest link sets the pace of the ring.
 
 
@@ -1753,7 +1807,7 @@ def curves(axes, rows):
         axes.plot(PER_RANK, shares, label=name, **look)
     shares = [linear(WORLD, WORLD * n, bandwidth) for n in PER_RANK]
     look = {"color": ours, "linestyle": "--", "linewidth": 1}
-    axes.plot(PER_RANK, shares, label=f"{WORLD} GPUs, NVLink", **look)
+    axes.plot(PER_RANK, shares, label=f"{WORLD} GPUs, simulated", **look)
     found = [percent("Kernel Book", n) for n in LENGTHS]
     dots = {"color": ours, "marker": "o", "linestyle": "", "markersize": 6}
     parts = [n / WORLD for n in LENGTHS]
@@ -1793,11 +1847,10 @@ apart = ", ".join(
 )
 lab.read(
     "**In this simulation, 64 and 1,024 GPUs lie on one line**, because it includes no slow rank "
-    f"and no shared switch. We can check it only on {WORLD} ranks, against the dots: "
+    "and no shared switch. We can check it only on our own GPUs, against the dots: "
     + (
-        f"it promises {differ[first]:.0f} points too much at {first // WORLD:,} tokens per rank "
-        f"and {differ[last]:.0f} at {last // WORLD:,}, so real rings probably need longer parts "
-        "than these:"
+        f"it promises {differ[first]:.0f} points too much for our shortest parts and "
+        f"{differ[last]:.0f} for the longest, so real rings probably need longer parts than these:"
         if min(differ.values()) > 0
         else f"at each number of tokens per rank it is off by these points: {apart}."
     )
@@ -1846,17 +1899,24 @@ by_host = max(
     ),
     default=0,
 )
+enough = about(reaches(8, bandwidth)) if steps.rows else nan
+stretch = enough / about(hidden_from("backward", bandwidth))
 flat = (
     {round(linear(n, n * largest, link)) for n, link in CLUSTERS.items()}
     if steps.rows
     else {nan}
 )
 lab.read(
-    "**Hidden transfers alone do not give linear scaling.** By the formula they hide "
-    f"from {round(hidden_from('backward', bandwidth), -2):,.0f} tokens per rank over {joined}, but "
-    f"8 GPUs reach {GOOD} % only from {about(reaches(8, bandwidth)):,.0f}: shorter parts take "
-    f"longer per score, and parts of up to {about(by_host):,.0f} tokens also wait for the host. "
-    "Over a network card, transfers are the bottleneck almost up to the dotted line."
+    "**Hidden transfers alone do not give linear scaling.** To reach "
+    f"{GOOD} % over {joined}, eight GPUs need parts {stretch:.1f} times as long as the formula "
+    "asks for: shorter parts take longer per score"
+    + (
+        " and, almost up to that length, also wait for the host."
+        if 0.8 < by_host / enough < 1
+        else f" and, up to {about(by_host):,.0f} tokens, also wait for the host."
+        if by_host
+        else "."
+    )
 )
 
 # %%
@@ -1883,9 +1943,9 @@ lab.together(
         f"{largest:,} tokens. The lines of 8 or more GPUs level off near "
         f"{' or '.join(map(str, sorted(flat)))} %, because a forward step over another rank's keys "
         f"takes {100 * (slower - 1):.0f} % longer than as many scores of a rank's own part. Eight "
-        "GPUs lie below two, since a smaller share of their steps is over a rank's own keys. The "
-        "host probably limits fewer steps than the table says: we charge all of its time to the "
-        "steps."
+        "GPUs lie below two, since a smaller share of their steps is over a rank's own keys. On "
+        f"eight GPUs the host limits steps of up to {about(by_host):,.0f} tokens, and probably "
+        "fewer, since we charge all of its time to the steps."
     ),
 )
 
@@ -2099,12 +2159,13 @@ lab.together(
 
 # Reading
 lab.read(
-    f"Our {WORLD} GPUs reach {100 * share['Kernel Book']:.0f} % of linear scaling at {length:,} "
-    f"tokens {'but only' if lost else 'and'} {percent('Kernel Book', first):.0f} % at {first:,}"
+    ("**A ring suits long parts.** " if lost else "")
+    + f"Ours reaches {100 * share['Kernel Book']:.0f} % of linear scaling at {length:,} tokens "
+    f"{'but only' if lost else 'and'} {percent('Kernel Book', first):.0f} % on the shortest "
+    "sequence"
     + (", where hiding the transfers does not pay off" if first in given_up else "")
-    + ". Over a network card, the formula asks for about "
-    f"{round(hidden_from('backward', NETWORK), -3):,.0f} tokens per rank to hide the transfers, "
-    "so a ring suits long parts."
+    + ". Over a network card, transfers hide from about "
+    f"{round(hidden_from('backward', NETWORK), -3):,.0f} tokens per rank."
 )
 
 # %%

@@ -526,11 +526,13 @@ def column(axes):
         axes.add_patch(Rectangle((128, top), 128, 64, **fill))
         style = "--" if kind == "never" else "-"
         axes.add_patch(Rectangle((128, top), 128, 64, fill=False, ec=ink, ls=style))
-        words = {"fontsize": 10, "va": "center"}
-        said = {"never": "not visited", "masked": "on the diagonal: mask needed"}
-        axes.text(268, top + 32, said.get(kind, "no mask needed"), **words)
-        axes.text(122, top, top, ha="right", **words)
-    for end, name in ((128, "first = 128"), (256, "whole = 256"), (384, "n = 384")):
+        axes.text(122, top, top, ha="right", fontsize=10, va="center")
+    for end, name, before in (
+        (128, "first = 128", "not visited"),
+        (256, "whole = 256", "on the diagonal: mask needed"),
+        (384, "n = 384", "below the diagonal: no mask"),
+    ):
+        axes.text(268, end - 64, before, fontsize=10, va="center")
         axes.text(268, end, f"← {name}", fontsize=10, va="center")
     hidden = [(128, 128), (256, 128), (256, 256)]
     axes.add_patch(Polygon(hidden, facecolor=lab.colour("matmul"), alpha=0.35))
@@ -544,7 +546,7 @@ def column(axes):
 
 
 lab.sketch(
-    "One program's tiles of queries, below and on the diagonal",
+    "The tiles of queries that one program visits",
     "A column of six tiles of 64 queries, over the keys 128 to 255. The first two tiles are not "
     "visited. From first, 128, to whole, 256, the diagonal cuts two tiles, which need a mask: keys "
     "above it are hidden, and keys below it are seen. From whole to n, 384, two tiles lie below it "
@@ -786,8 +788,8 @@ lab.read(
 # **One sweep** is the first sweep with a fifth matmul, :math:`dQ = dS\, K`, at the end of its loop.
 # This matmul takes :math:`dS` with queries as rows, so ``ds_t`` is transposed after all. Through a
 # :term:`descriptor`, a single instruction then adds a whole tile, from query ``start_m`` on, to the
-# sums in memory, which hold ``padded_q`` rows per head. These lines come from the package, where
-# the host applies the scale at the end:
+# sums in memory, which hold ``padded_q`` rows per head. These lines come from the package, which
+# leaves ``k`` unscaled, so the host scales ``dq`` at the end:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #    :language: python
@@ -1002,10 +1004,10 @@ lab.read(
 )
 
 # %%
-# **No tile is visited in vain.** NaN serves as a dye that shows this, since it spreads through
-# every matmul, even when multiplied by zero. If one tile of ``do`` is NaN, each program of the
-# first sweep that reads it writes NaN to its ``dv``, even if it masks the tile. In the second
-# sweep, a tile of ``v`` dyes ``dq`` in the same way.
+# **No tile is visited in vain.** NaN serves as a dye, because it spreads through every matmul, even
+# when multiplied by zero. If one tile of ``do`` is NaN, each program of the first sweep that reads
+# it writes NaN to its ``dv``, even if it masks the tile. In the second sweep, a tile of ``v`` dyes
+# ``dq`` in the same way.
 
 
 # Measuring
@@ -1405,7 +1407,7 @@ lab.read(
     f"{skipping:.2f} times as long. "
     + "".join(f"The versions rank the same on an {gpu}. " for gpu in alike)
     + (
-        "Without a mask, however, the compiled formula is faster than either."
+        "Without a mask, however, the compiled formula beats both."
         if compiled > 1.01 * full
         else ""
     )
@@ -1429,7 +1431,7 @@ lab.read(
     "**The compiler replaces the formula.** `torch.compile` searches PyTorch code for attention "
     "and replaces it with `scaled_dot_product_attention` (SDPA), PyTorch's fused attention. "
     + (
-        f"The times agree: without a mask, the compiled formula takes "
+        f"Without a mask, the times agree with this: the compiled formula takes "
         f"{by_compiler['full']:.2f} ms and {twin} {took[twin, 'full']:.2f} ms. With a causal mask, "
         f"they take {by_compiler['causal']:.2f} ms and {took[twin, 'causal']:.2f} ms, so the "
         f"compiler apparently does not recognise the masked formula."
@@ -1442,8 +1444,7 @@ lab.read(
 
 # %%
 # **The libraries** are two backends of SDPA, *flash* (FlashAttention 2) and *cuDNN* (NVIDIA's own),
-# along with FlexAttention and FlashAttention 4, which we call FlashAttention. Pale bands span the
-# middle 60 percent of the runs:
+# along with FlexAttention and FlashAttention 4, which we call FlashAttention:
 
 # Drawing
 lab.plot(
@@ -1603,8 +1604,8 @@ lab.together(
 # ------------------------
 #
 # One sweep executes fewer matmuls and yet takes longer. To see where it loses time, we compute
-# ``dk`` and ``dv`` alone, in the tiles of each version. For one sweep, we attribute the rest of the
-# full run to ``dq``. If ``dq`` cost only a fifth matmul, as fast as the other four, one sweep would
+# ``dk`` and ``dv`` alone, with the tiles of each version. The rest of a full run of one sweep
+# counts as ``dq``. If ``dq`` cost only a fifth matmul, as fast as the other four, one sweep would
 # end at the dashed line:
 
 
@@ -1753,6 +1754,7 @@ def time_bars(axes, rows):
     said = f"{alone:.1f}: five matmuls alone"
     axes.text(alone + 0.2, 1.5, said, va="center", fontsize=10)
     axes.set_yticks(range(len(shown)), shown)
+    axes.set_xticks(range(0, 21, 5))
     axes.set(xlim=(0, 20.5), ylim=(len(shown) - 0.3, -0.5), xlabel="milliseconds")
     axes.figure.set_figheight(3.0)
     axes.grid(axis="y", visible=False)
@@ -1784,8 +1786,8 @@ lost = whole - two - saved
 wider = keys_at_once["all"] / keys_at_once["dkdv"] if tile_of else nan
 lab.read(
     f"**Tiles and warps cause part of the loss.** Of the {lost:.1f} ms that one sweep loses, "
-    f"{one - two:.1f} ms fall on `dk` and `dv`, where nothing is added in memory. Only tiles and "
-    f"warps differ here: in one sweep, a tile has {keys_at_once['all']} keys instead of "
+    f"{one - two:.1f} ms are lost in `dk` and `dv`, where nothing is added in memory. Only tiles "
+    f"and warps differ here: in one sweep, a tile has {keys_at_once['all']} keys instead of "
     f"{keys_at_once['dkdv']}, which halves the additions to `dq`."
     if tile_of and one > two and wider == 2
     else f"In the tiles of one sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}."
@@ -1795,24 +1797,22 @@ lab.read(
 
 # Reading
 lab.read(
-    f"**The other {adding - saved:.1f} ms are lost in dq.** Most of the time that one sweep needs "
-    f"for `dq` lies beyond the dashed line. Besides executing a fifth matmul, it "
+    f"**The other {adding - saved:.1f} ms are lost in dq.** Besides its fifth matmul, one sweep "
     + (
-        "transposes dS, adds `dq` in memory and, alone among these kernels, spills registers."
+        "transposes `ds_t`, adds `dq` in memory and, alone among these kernels, spills registers."
         if spilling == ["head_dim 128, one sweep"]
-        else "transposes dS and adds `dq` in memory."
+        else "transposes `ds_t` and adds `dq` in memory."
     )
     + (
-        " If the matmuls hid everything else, one sweep would beat two."
+        " If that matmul were the only cost, it would beat two sweeps, as the dashed line shows."
         if at_once < min(two + saved, together)
         else ""
     )
+    + " None of our runs separates the other costs, but the estimate folded below points to the "
+    "additions."
     if adding > 2 * fifth
     else f"The fifth matmul and the additions take {adding:.1f} ms."
 )
-
-# %%
-# None of our runs separates these costs, but the estimate folded below points to the additions.
 
 # %%
 
@@ -1951,7 +1951,7 @@ lab.read(
         else f"with such groups takes {roles / swept:.2f} of the time of two sweeps"
     )
     + f"; after further changes it takes {finished / swept:.2f} of their time."
-    + (" In the end, then, fewer matmuls win." if finished < 0.97 * swept else "")
+    + (" So one sweep can win after all." if finished < 0.97 * swept else "")
     if len(at_work) == 3
     else "No run of that chapter is recorded yet."
 )
@@ -1993,7 +1993,8 @@ lab.together(
 # What breaks it
 # --------------
 #
-# None of these mistakes raises an error. The code is correct, and its comments name the mistakes:
+# None of these mistakes raises an error. This code is correct; each comment names what we break in
+# its line:
 #
 # .. code-block:: python
 #
@@ -2091,7 +2092,7 @@ lab.read(
 # The weights need not be stored: one number per query, ``lse``, brings them back, and another,
 # ``delta``, replaces the sum over all keys. Two sweeps give each sum its own program and thus the
 # same bits in every run, at the price of seven matmuls instead of five. In plain Triton, one sweep
-# is slower nonetheless, partly because of its tiles and warps, but mostly in ``dq``.
+# is slower nonetheless, mostly because of ``dq``.
 
 # Reading
 lab.read(
@@ -2175,8 +2176,8 @@ lab.check(
 # %%
 # **2. Dropout inside attention.** Dropout acts after the softmax: :math:`O = (P \circ Z)\, V`,
 # where each element of :math:`Z` is 0 or :math:`1/(1 - r)` for a drop probability :math:`r`.
-# What becomes of ``delta``? Write a tiled backward pass that stores no mask, as in the chapter on
-# dropout.
+# What becomes of ``delta``? Write a tiled backward pass that stores no mask, as in
+# :doc:`the chapter on dropout </chapters/dropout>`.
 
 
 # %%

@@ -42,9 +42,8 @@ lab.start("attention_fp8", "kernelbook.ops.attention", "kernelbook.ops.hopper.fp
 # ------------------------
 #
 # Attention can gain no more than its matmuls do, because the rest of its arithmetic gets no faster.
-# In each step, Hopper's :term:`matrix unit` takes 32 bytes from each row of the left matrix: 16
-# numbers of 16 bits, or 32 of 8 bits. On paper this doubles the speed, and :term:`cuBLAS` comes
-# close.
+# In each step, Hopper's :term:`matrix unit` takes 32 bytes from each row of the left matrix: in 8
+# bits, twice as many numbers as in 16. On paper this doubles the speed.
 
 MATMUL = 8192
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -83,8 +82,7 @@ products = lab.bench(
 nan = float("nan")
 slow, fast = products.rate("matmul"), products.rate("8-bit matmul")
 lab.read(
-    f"**A matmul of size 8,192 is {fast / slow:.2f} times as fast in 8 bits**, at "
-    f"{fast:,.0f} TFLOP/s instead of {slow:,.0f} in bfloat16."
+    f"**With cuBLAS, a large matmul is {fast / slow:.2f} times as fast in 8 bits as in bfloat16.**"
 )
 
 # %%
@@ -151,7 +149,7 @@ lab.sketch(
 # First we choose a format, which can favour precision or range. An 8-bit floating-point number, or
 # :term:`FP8`, has a sign, an exponent and a *mantissa*: the few bits that follow the leading 1.
 # *e4m3* has 4 bits of exponent and 3 of mantissa; *e5m2* has 5 and 2. The number 1.15 becomes 1.125
-# in e4m3 and 1.25 in the coarser e5m2, but only e5m2 reaches 10,000.
+# in e4m3 and 1.25 in the coarser e5m2, which reaches much larger numbers.
 #
 # .. image:: /figures/attention-fp8-formats.svg
 #    :alt: Above, the bits: e4m3 is a sign, four bits of exponent and three after the leading one;
@@ -160,9 +158,9 @@ lab.sketch(
 #          4: e4m3 has eight numbers in each power of two, e5m2 four.
 
 # %%
-# The rounding error is at most about 6 % in e4m3 and 11 % in e5m2, but grows near the lower end of
-# the range (in e4m3, below :math:`2^{-6}`). **We choose e4m3**: a scale can move the operands of a
-# head into the range of the format, so we need precision more than range.
+# **We choose e4m3**: a scale can move the operands of a head into the range of the format, so we
+# need precision more than range. Its rounding error is at most about 6 %, about half that of e5m2,
+# but grows near the lower end of the range.
 
 # %%
 
@@ -326,10 +324,11 @@ lab.sketch(
 # Reading
 shared, own = (row["head 2"] for row in of_heads)
 lab.read(
-    f"With one descale for the whole tensor, the smallest head has an error of {shared}; with its "
-    f"own descale, only {own}. By error we mean the root mean square of the differences, divided "
-    "by that of the true values. The package's `quantize` returns stored numbers and descale "
-    "together, as `Quantized(stored, descale)`."
+    "With one descale for the whole tensor, the smallest head "
+    + ("is lost" if shared == "100 %" else f"has an error of {shared}")
+    + f"; with its own, its error is only {own}. By error we mean the root mean square of the "
+    "differences, divided by that of the true values. The package's `quantize` returns stored "
+    "numbers and descale together, as `Quantized(stored, descale)`."
 )
 
 # %%
@@ -519,9 +518,12 @@ straight, turned, straight_16, turned_16 = (
     for layout in ("contracted", "columns")
 )
 lab.read(
-    f"**In 8 bits, the matmul takes {turned / straight:.1f} times as long with the wrong layout**: "
-    f"{turned:.3f} ms instead of {straight:.3f}. In 16 bits it takes "
-    f"{turned_16 / straight_16:.2f} times as long."
+    f"**With the wrong layout, the 8-bit matmul takes {turned / straight:.1f} times as long.** "
+    + (
+        "In 16 bits, the layout hardly matters."
+        if 0.9 < turned_16 / straight_16 < 1.1
+        else f"In 16 bits, it takes {turned_16 / straight_16:.2f} times as long."
+    )
 )
 
 # %%
@@ -562,9 +564,8 @@ lab.together(
 # stored as 448.
 #
 # In language models, one key often scores far above the rest (Xiao et al., 2023). We compute such a
-# case in float64, with 4,096 keys and normally distributed scores of standard deviation 0.5. One
-# score (the arrow) exceeds the next largest by 6, so its weight is :math:`e^6`, about 400, times as
-# large.
+# case in float64, with 4,096 keys and normally distributed scores. One score (the arrow) exceeds
+# the next largest by 6, so its weight is :math:`e^6`, about 400, times as large.
 
 
 # Measuring
@@ -656,15 +657,15 @@ lab.sketch(
 # Reading
 around_0, around_1 = by_power[-2:]
 lab.read(
-    "Unscaled, nearly all of these weights become 0, and the output is off by "
-    f"{around_0['error with 2^0']} if the values lie around 0 and "
-    f"by {around_1['error with 2^0']} if they lie around 1. **With weights times 2⁸, the error "
-    f"falls to {around_0['error with 2^8']}"
+    "**With weights times 2⁸, the output is off by only "
+    f"{around_1['error with 2^8']}**"
     + (
-        " in both cases.**"
+        ", whether the values lie around 0 or around 1"
         if around_0["error with 2^8"] == around_1["error with 2^8"]
-        else f" and {around_1['error with 2^8']}.**"
+        else f" if the values lie around 1, and by {around_0['error with 2^8']} around 0"
     )
+    + ". Unscaled, nearly all of these weights become 0, and around 1 the output is off by "
+    f"{around_1['error with 2^0']}."
 )
 
 # %%
@@ -697,8 +698,8 @@ lab.together(
 #
 # In the figure, larger bits are further left. A term between 1 and 2, the product of two e4m3
 # numbers, has at most seven bits. As a single sum grows, the bits that it can keep (grey) move
-# left; after 4,096 terms, only two of the seven reach it. In the right panel, no sum has more than
-# 128 terms, so all seven bits fit.
+# left; after 4,096 terms, only two of the seven reach it. In the right panel, no sum grows that
+# far, so all seven fit.
 
 
 # Drawing
@@ -1007,9 +1008,8 @@ by_groups = max(
     for at_once in (16, 64)
 )
 lab.read(
-    f"From {KEYS[1]:,} keys on, the model with {PLACES} places agrees with the measurement to "
-    f"within {math.ceil(100 * max(apart[PLACES]))} %. With one place more or less, it misses "
-    "clearly."
+    f"**Only the model with {PLACES} places agrees with the measurement**, to within "
+    f"{math.ceil(100 * max(apart[PLACES]))} % from {KEYS[1]:,} keys on."
     if max(apart[PLACES]) < 0.05 < 0.15 < of_others
     else f"From {KEYS[1]:,} keys on, the model with {PLACES} places is within "
     f"{100 * max(apart[PLACES]):.0f} % of the measured error. With one place more or less, it "
@@ -1025,9 +1025,14 @@ spans = [(row["fastest of 5"], row["slowest of 5"]) for row in promotion.rows]
 lows, highs = zip(*spans, strict=True) if spans else ((nan,), (nan,))
 around_zero = [sum_error(0, KEYS[-1], name) for name in ("not promoted", "promoted")]
 lab.read(
-    f"**At {KEYS[-1]:,} keys promotion reduces the error from "
-    f"{sum_error(1, KEYS[-1], 'not promoted'):.1f} % to "
-    f"{sum_error(1, KEYS[-1], 'promoted'):.2f} %.** With values around 0, where sums hardly grow, "
+    (
+        "**Promotion removes nearly all of the error**: "
+        if sum_error(1, KEYS[-1], "promoted")
+        < 0.05 * sum_error(1, KEYS[-1], "not promoted")
+        else "**Promotion changes the error**: "
+    )
+    + f"at {KEYS[-1]:,} keys it falls from {sum_error(1, KEYS[-1], 'not promoted'):.1f} % to "
+    f"{sum_error(1, KEYS[-1], 'promoted'):.2f} %. With values around 0, where sums hardly grow, "
     + (
         "promotion makes little difference."
         if around_zero[1] > 0.9 * around_zero[0]
@@ -1297,7 +1302,7 @@ for name, part in {
         }
     )
 assert sum(row["checks"] for row in rows) == len(of_output)
-worst_kind = max(rows, key=lambda x: float(x["error"][:-2]) / float(x["allowed"][:-2]))
+closest = max(row["error"] / row["tolerance"] for row in of_output)
 nearest = lab.table(
     rows, f"The output, {where_checked}: of each kind, the check nearest to its limit"
 )
@@ -1317,9 +1322,9 @@ with_nan[2][0, 1, 7, 3] = float("nan")
 spoilt = plain(*prepare(*with_nan)[0]).isnan()[0].any(-1).any(-1)
 assert spoilt.tolist() == [False, True, False]
 lab.read(
-    f"**All {len(of_output)} checks of the output pass {where_checked}.** The closest call has an "
-    f"error of {worst_kind['error']}, where {worst_kind['allowed']} is allowed. The check can also "
-    "fail: it rejects zeros and two swapped heads."
+    f"**All {len(of_output)} checks of the output pass {where_checked}.** The closest call reaches "
+    f"{100 * closest:.0f} % of what is allowed. The check can also fail: it rejects zeros and two "
+    "swapped heads."
 )
 
 # %%
@@ -1574,11 +1579,12 @@ larger = {
 }
 assert 0.9 < larger["V"] < 1.1
 assert larger["the weights"] < 0.25
+assert (of_parts["outliers"]["q and k"] / from_parts["outliers"]) ** 2 > 0.85
 lab.read(
-    f"**Outliers make the error from q and k {larger['q and k']:.1f} times as large** (its square, "
-    f"{larger['q and k'] ** 2:.1f} times). The error from V hardly changes, and that from the "
-    "weights nearly vanishes. The parts nearly add up to the error of all roundings at once (black "
-    "line)."
+    "**With outliers, nearly all of the squared error comes from q and k**: "
+    f"{larger['q and k'] ** 2:.1f} times as much as without. The part of V hardly changes, and "
+    "that of the weights nearly vanishes. The parts nearly add up to the error of all roundings "
+    "at once (black line)."
 )
 
 # %%
@@ -1846,10 +1852,10 @@ lab.read(
     "fastest 16-bit kernel.** We did not time other libraries in 8 bits. The FlashAttention-3 "
     "paper reports close to 1,200 TFLOP/s at best on an H100"
     + "".join(
-        f", where {whose} at most {best} {how}"
+        f", where {whose} at most {best}"
         if gpu == "H100"
-        else f"; {whose} at most {best} on the {gpu} {how}"
-        for best, gpu, how, whose in our_best
+        else f"; {whose} at most {best} on the {gpu}"
+        for best, gpu, _, whose in our_best
     )
     + "."
 )
@@ -1868,13 +1874,13 @@ ratios = {
 }
 lost = sum(ratio < 0.995 for ratio in ratios.values())
 lab.read(
-    "**With V alone in 8 bits**, attention is "
-    + (
-        "hardly faster than our fastest 16-bit kernel. "
-        if 1 < of_v / of_default < 1.02
-        else "no faster than our fastest 16-bit kernel. "
-        if of_v / of_default <= 1
-        else f"{of_v / of_default:.2f} times as fast as our fastest 16-bit kernel. "
+    (
+        "**V alone in 8 bits is not enough**: attention is then "
+        + ("no" if of_v / of_default <= 1 else "hardly")
+        + " faster than our fastest 16-bit kernel. "
+        if of_v / of_default < 1.02
+        else "**With V alone in 8 bits**, attention is "
+        f"{of_v / of_default:.2f} times as fast as our fastest 16-bit kernel. "
     )
     + "**A kernel with roles** (next chapter) is slower in 8 bits than the one above in "
     f"{lost} of {len(ratios)} cases."
@@ -2251,9 +2257,8 @@ def gain_if(combine):
 in_turns, side_by_side = gain_if(lambda x, y: x + y), gain_if(max)
 lab.read(
     "**In 8 bits, the matmuls need half as many cycles, but everything else needs as many as "
-    f"before.** If the units took turns, 8 bits would be {in_turns:.2f} times as fast. If they "
-    f"worked side by side, the factor would be only {side_by_side:.2f}, as the matrix unit would "
-    "wait for the others."
+    f"before.** If the units took turns, 8 bits would be {in_turns:.2f} times as fast; if they "
+    f"worked side by side, only {side_by_side:.2f} times, as the matrix unit would wait."
     if side_by_side < 1.2
     else f"By this count, 8 bits would be {in_turns:.2f} times as fast if the units took turns, "
     f"and {side_by_side:.2f} times if they worked side by side."
@@ -2334,7 +2339,8 @@ lab.together(
         f"{exponentials - of_weights} for the factors alpha, each of which four threads compute. "
         "In this table 100 % is the rate of the matrix unit at the GPU's highest clock, "
         f"{megahertz:,.0f} MHz, of which cuBLAS in bfloat16 reaches "
-        f"{100 * slow / unit_rate['16 bits']:.0f} %. So these shares are lower "
+        f"{100 * slow / unit_rate['16 bits']:.0f} % ({slow:,.0f} TFLOP/s in a matmul of size "
+        f"{MATMUL:,}; in 8 bits, {fast:,.0f}). So these shares are lower "
         "than those at the top of the page. If the other units overlap "
         "among themselves, more is possible than the counts allow: the exponentials alone would "
         f"let 8 bits gain {MATMULS['16 bits'] / max(exponentials, of_two_matmuls):.2f}. A gain "
@@ -2463,8 +2469,8 @@ lab.table(
 lab.read(
     "The total number of tokens is fixed, so quantising costs the same at every length, while the "
     "saving grows with the length. From this table we predict that FP8 pays from about "
-    f"{round(begin, -2):,.0f} keys on, or from {round(2 * begin, -2):,.0f} with a causal mask, "
-    "which halves the saving."
+    f"{round(begin, -2):,.0f} keys on, or from twice as many with a causal mask, which halves the "
+    "saving."
     if not saved <= 0
     else "At length 4,096, FP8 saves no time in attention that could pay for this."
 )
@@ -2670,7 +2676,7 @@ lab.read(
         else f"**FP8 with `quantize` begins to pay {in_words('full')} keys without a mask, and "
         f"{in_words('causal')} with a causal one.** "
     )
-    + "With PyTorch's operations instead, one after the other, it "
+    + "With PyTorch's operations instead, it "
     + (
         "never pays at these lengths"
         if in_operations < 1
@@ -2856,11 +2862,9 @@ assert [row["every head right"] for row in rows] == ["no", "no", "yes"]
 
 # Reading
 lab.read(
-    f"Of {len(v_t)} heads with head_dim {v_t.shape[1]}, only the first {len(v_t)} / "
-    f"{v_t.shape[1]} = {len(v_t) // v_t.shape[1]} begin inside. **In a small kernel with this "
-    f"mistake, {rows[0]['heads of zeros']} heads become zeros, and the tutorial's test accepts "
-    "them.** It would even accept zeros alone, because it allows an absolute error of 3, and "
-    "averages of normal numbers are smaller."
+    f"**In a small kernel with this mistake, {rows[0]['heads of zeros']} of {len(v_t)} heads "
+    "become zeros, and the tutorial's test accepts them.** It would even accept zeros alone, "
+    "because it allows an absolute error of 3, and averages of normal numbers are smaller."
 )
 
 # %%
@@ -2871,6 +2875,10 @@ lab.read(
 
 # Folded: The mistake planted in a small kernel
 lab.together(
+    lab.read(
+        f"Of {len(v_t)} heads with head_dim {v_t.shape[1]}, only the first {len(v_t)} / "
+        f"{v_t.shape[1]} = {len(v_t) // v_t.shape[1]} begin inside the matrix."
+    ),
     lab.listing({"The kernel whole": _average_kernel, "How it is called": average}),
     lab.table(rows, "32 heads, head_dim 16, 64 keys"),
 )
@@ -2886,11 +2894,14 @@ lab.together(
 
 # Reading
 lab.read(
-    f"The output is off by {in_all('all in e4m3', 'normal'):.1f} % on normal data and by "
-    f"{in_all('all in e4m3', 'outliers'):.1f} % with outliers. "
-    f"Attention in 8 bits is {of_fp8 / of_default:.2f} times as fast as our fastest 16-bit kernel. "
-    f"It is not twice as fast, because even a matmul is only {fast / slow:.2f} times as fast, and "
-    "the other arithmetic gains nothing"
+    f"Attention is then {of_fp8 / of_default:.2f} times as fast as our fastest 16-bit kernel, not "
+    "twice, because only the matmuls gain. The output is off by "
+    f"{in_all('all in e4m3', 'normal'):.1f} % on normal data and by "
+    + (
+        "more than twice as much with outliers"
+        if in_all("all in e4m3", "outliers") > 2 * in_all("all in e4m3", "normal")
+        else f"{in_all('all in e4m3', 'outliers'):.1f} % with outliers"
+    )
     + (
         ". With quantising, it pays only for long inputs, from about "
         f"{round(crossings['full'], -2):,.0f} keys on without a mask."

@@ -87,14 +87,15 @@ def cycles(head_dim, rows=128, keys=128):
 
 
 matmuls, exponentials = cycles(128)
+assert 3 * exponentials == matmuls + exponentials  # "a third" below
 lab.read(
     "Attention gives different units work that can run at the same time: for each score, the "
     "matmul units do 4 operations per element of head_dim, while other units compute one "
     f"exponential. Per cycle, a Hopper SM performs {MATMUL_RATE:,} matmul operations in 16 bits, "
     f"but only {EXPONENTIAL_RATE} exponentials. At head_dim 128, a tile of 128 queries and 128 "
     f"keys therefore takes {matmuls:,.0f} cycles of matmuls and {exponentials:,.0f} of "
-    "exponentials. If the two never overlapped, the matmul units would be idle for "
-    f"{100 * exponentials / (matmuls + exponentials):.0f} % of the time."
+    "exponentials. If the two never overlapped, the matmul units would be idle for a third of "
+    "the time."
 )
 
 # %%
@@ -286,12 +287,17 @@ assert [error > 1e-2 for error in errors.values()] == [False, True, True]
 # %%
 
 # Reading
+of_mistakes = [errors[mistake] for mistake in list(WRITTEN)[1:]]
+size = (
+    "about half its size"
+    if all(0.4 < error < 0.6 for error in of_mistakes)
+    else f"{min(of_mistakes):.2f} to {max(of_mistakes):.2f} of its size"
+)
 lab.read(
-    "**What breaks it.** Two mistakes raise no error. It looks natural to rescale `acc` as soon as "
-    "alpha is known, with `acc * alpha + p @ v_before`. The error is then "
-    f"{errors['rescale too early']:.2f} of the result's size, against {errors['none']:.0e} for the "
-    "loop above, because the arriving sum was weighed with the old maximum. Without the line after "
-    f"the loop, the error is {errors['forget the end']:.2f}: the sum of the last tile is missing."
+    f"**What breaks it.** Two mistakes raise no error, and the result is wrong by {size}. It looks "
+    "natural to rescale `acc` as soon as alpha is known, with `acc * alpha + p @ v_before`; but "
+    "the arriving sum was weighed with the old maximum. And without the line after the loop, the "
+    "sum of the last tile is missing."
 )
 
 # %%
@@ -1343,8 +1349,12 @@ lab.together(all_right, in_two_timings)
 
 # Reading
 lab.read(
-    f'Below, "no difference" means less than {100 * SCATTER:.0f} %, since two timings of one '
-    f"kernel are up to {100 * max(twice):.1f} % apart."
+    f'Below, "no difference" means less than {100 * SCATTER:.0f} %, '
+    + (
+        "because two timings of one kernel can be almost as far apart."
+        if 0.5 * SCATTER < max(twice) < SCATTER
+        else f"and two timings of one kernel are up to {100 * max(twice):.1f} % apart."
+    )
     + (
         " By this rule, rung 2 brings the entire gain without a mask, and no later version is "
         "faster. The next sections ask why."
@@ -1625,8 +1635,7 @@ in_its_order("scores ahead")
 planned = in_code.get(("scores ahead", "no"), {}).get(BEFORE, nan)
 lab.read(
     (
-        f"**They do not run during the sum.** All {OF_THREAD} exponentials of a thread "
-        f"({OF_THREAD - 2} weights, and alpha for its 2 rows) come after both waits, because the "
+        "**They do not run during the sum.** All exponentials come after both waits, because the "
         "second wait moved up to the first on the way to machine code. A consumer therefore weighs "
         "only when both of its matmuls have ended."
     )
@@ -1682,13 +1691,8 @@ early = in_code.get(("a branch", "no"), {}).get(BEFORE, nan)
 forced = "all" if early == OF_THREAD else f"{early} of {OF_THREAD}"
 lab.read(
     told("a branch")
-    + f"In the SASS, {forced} exponentials now come before the wait for the sum. "
-    + (
-        "We do not know why this is slower. "
-        if min(gain("a branch", mask) for mask in ("full", "causal")) < -SCATTER
-        else ""
-    )
-    + "We traced this order on rung 5, not on rung 3:"
+    + f"In the SASS, {forced} exponentials now come before the wait for the sum. Rung 3 itself was "
+    "not traced. The timeline is of rung 5, which has this order, too:"
 )
 
 # %%
@@ -1725,31 +1729,36 @@ overlaps = [
 ]
 overlap = sum(overlaps) / len(overlaps) if overlaps else nan
 weighs_5 = mean_cycles(traced.rows, "no turns", "scores", "weighed")
+branch_slower = min(gain("a branch", m) for m in ("full", "causal")) < -SCATTER
 lab.read(
-    f"**The overlap is there:** a consumer weighs for {weighs_5:,.0f} cycles, and its sum runs for "
-    f"at least the first {overlap:,.0f} of them, if the units serve in order. "
+    (
+        "**The overlap is there, and nothing is gained:** in the ladder, rungs 2 and 5 are level "
+        "without a mask"
+        if overlap > 0 and level
+        else f"A consumer weighs for {weighs_5:,.0f} cycles, and its sum runs for at least the "
+        f"first {overlap:,.0f} of them, if the units serve in order"
+    )
+    + (", and we do not know why rung 3 is slower. " if branch_slower else ". ")
     + (
-        f"With stamps, a tile takes {100 * (1 - took_5 / took_2):.1f} % less time on rung 5 than "
-        "on rung 2, but in the ladder, which has none, the two are level without a mask. Idle "
-        "shares therefore cannot rank the rungs."
+        "With stamps, rung 5 is the faster one; idle shares therefore cannot rank the rungs."
         if faster_with_stamps
         else ""
     )
 )
 
 # %%
-# A model of rung 2's gain
-# ------------------------
+# Why rung 2 pays
+# ---------------
 #
 # On rung 2 a consumer does not weigh during its own sum; on rung 3 it does, and nothing is gained.
-# But a consumer of rung 2 also visits the matmul units once per tile instead of twice. We model how
-# visits can matter, and then test the model.
-#
-# In the model, two consumers wait in line for the units and pause after each request. ``requests``
-# lists those of one tile, as (cycles of matmuls, cycles of the pause after them), and consumer 1
-# begins ``late`` cycles after consumer 0:
+# But a consumer of rung 2 also visits the matmul units once per tile instead of twice. Two visits
+# may let the consumers fall into lockstep, in which both weigh at the same time. If they do, rung 1
+# must become faster when its consumers alternate.
+
+# %%
 
 
+# Measuring
 def cycles_per_tile(requests, late=0, tiles=10_000):
     free, ready, done = 0, [0, late], [0, 0]
     while min(done) < tiles * len(requests):
@@ -1761,9 +1770,6 @@ def cycles_per_tile(requests, late=0, tiles=10_000):
     return free / tiles
 
 
-# %%
-
-# Measuring
 STARTS = (0, 500, 1400)  # of consumer 1, in cycles after consumer 0
 REQUESTS = {
     "two roles": [(512, after_scores), (512, after_sum)],
@@ -1793,19 +1799,6 @@ def in_line(requests, late=0, tiles=40):
     return served
 
 
-# %%
-
-# Reading
-lab.read(
-    f"Rung 1's timeline gives its two pauses: {after_scores:,.0f} cycles after the scores and "
-    f"{after_sum:,.0f} after the sum, each up to the next issue. For rung 2 we merge the requests "
-    "and add the pauses:"
-)
-
-# %%
-
-
-# Drawing
 def requests_of(rows):
     """The requests of rungs 1 and 2 in the model, with the pauses of rung 1's timeline."""
     scores, of_sum = (round(took) for took in pauses(rows))
@@ -1873,57 +1866,6 @@ def draw_model(axes, rows):
     axes.set_yticks(range(len(names)), names, fontsize=10)
     axes.grid(visible=False)
 
-
-lab.draw(
-    traced,
-    "The model: two visits can fall into lockstep",
-    model_in_words,
-    draw_model,
-)
-
-# %%
-
-# Reading
-at_one, at_two, at_five = (cycles_a_tile(traced.rows, v) for v in REQUESTS)
-(in_step, still_in_step, apart_1), (together_2, *_), (together_5, *_) = (
-    modelled.values()
-)
-in_line_1 = in_step - sum(map(sum, REQUESTS["two roles"]))
-in_model = in_step / together_2 - 1
-locks = abs(still_in_step - in_step) < 1 < in_step - apart_1
-from_any_start = bool(traced.rows) and all(
-    abs(cycles_per_tile(REQUESTS["scores ahead"], start, 500) - together_2) < 10
-    for start in range(0, 2700, 100)
-)
-lab.read(
-    (
-        "**In the model, two visits let the consumers fall into lockstep, and one visit does "
-        "not.** If rung 1's consumers start together, they stay in step: both weigh at the same "
-        f"time, and the units are idle. If they start {STARTS[2]:,} cycles apart, they alternate, "
-        "and two visits "
-        + (
-            "cost no more than one. "
-            if apart_1 < together_2 + 5
-            else "cost less than in step. "
-        )
-        if locks
-        else f"On rung 1 each consumer waits in line for {in_line_1:,.0f} cycles per tile. "
-    )
-    + (
-        f"In the model, rung 2 is {100 * in_model:.1f} % faster than rung 1, as in the timelines. "
-        if abs(in_model - (at_one / at_two - 1)) < 0.001
-        else f"In the model, rung 2 is {100 * in_model:.1f} % faster than rung 1, and in the "
-        f"timelines {100 * (at_one / at_two - 1):.1f} %. "
-    )
-    + (
-        "For the forced order, however, **the model is wrong:** it predicts "
-        f"{100 * (1 - together_5 / at_five):.0f} % fewer cycles per tile than the timeline shows."
-        if together_5 < (1 - SCATTER) * at_five
-        else ""
-    )
-    if traced.rows
-    else f"{nan}"
-)
 
 # %%
 
@@ -2012,18 +1954,17 @@ tested = bool(alternating.rows) and not alternating.skipped
 # %%
 
 # Reading
-lab.read(
-    "**The test.** If the model is right, rung 1 must become faster when its consumers alternate. "
-    "We try this in two ways: consumer 1 begins late, or the consumers take turns, each issuing "
-    "its sum and its next scores before the other does."
-    if tested
-    else "The test would be rung 1 with consumers that are made to alternate. The recorded run "
-    "does not include it, and this explanation rests on the model and the timelines alone."
+at_one, at_two, at_five = (cycles_a_tile(traced.rows, v) for v in REQUESTS)
+(in_step, still_in_step, apart_1), (together_2, *_), (together_5, *_) = (
+    modelled.values()
 )
-
-# %%
-
-# Reading
+in_line_1 = in_step - sum(map(sum, REQUESTS["two roles"]))
+in_model = in_step / together_2 - 1
+locks = abs(still_in_step - in_step) < 1 < in_step - apart_1
+from_any_start = bool(traced.rows) and all(
+    abs(cycles_per_tile(REQUESTS["scores ahead"], start, 500) - together_2) < 10
+    for start in range(0, 2700, 100)
+)
 OF_TEST = {  # provider: what it is called, and its cycles in the model
     f"{STARTS[1]} late": (
         f"rung 1, {STARTS[1]:,} cycles late",
@@ -2051,44 +1992,111 @@ def in_the_test(name, called, took):
     return row
 
 
-lab.table(
-    [in_the_test(name, *of_test) for name, of_test in OF_TEST.items()],
-    "Gain over rung 1, all timed again in one run: length 4,096, without a mask",
-) if tested else None
-
-# %%
-
-# Reading
 of_early, of_late, of_turns, of_rung_2 = over_rung_1.values()
 promised = in_step / apart_1 - 1  # by a late start or turns, in the model
+part = of_turns / of_rung_2 if SCATTER < of_turns < of_rung_2 else nan
 lab.read(
     (
-        "**In turns, rung 1 reaches part of rung 2's gain.** "
-        if SCATTER < of_turns < of_rung_2
+        "**Made to take turns, rung 1 reaches "
+        + ("more than half" if 0.5 < part < 0.75 else f"{100 * part:.0f} %")
+        + " of rung 2's gain.** "
+        if part == part
         else f"Against rung 1, we measured {verdict(of_turns)} in turns and {verdict(of_rung_2)} "
         "on rung 2. "
     )
-    + "A turn also joins a sum to the next scores, however, so this does not isolate alternation. "
+    + "A turn also joins a sum to the next scores, however, so this does not isolate lockstep. "
     + (
-        "The late starts contradict the model: the one that should help helps less than the one "
-        "that should not."
+        "In our model of lockstep, folded below, one consumer's late start helps only if it is "
+        "long; measured, the long one helps less than the short one. The model is therefore "
+        "refuted, and the rest of the gain is **unexplained**."
         if locks and of_late < min(of_early, promised / 2)
         else f"A start {STARTS[2]:,} cycles late brings {verdict(of_late)}, and one {STARTS[1]:,} "
-        f"cycles late {verdict(of_early)}. "
+        f"cycles late {verdict(of_early)}."
     )
-) if tested else None
+    if tested
+    else "The recorded run does not include this test."
+)
 
 # %%
 
-# Folded: The timelines and the model in numbers
+# Folded: The model, its test, and the timelines in numbers
+the_model = lab.read(
+    "**The model.** Two consumers wait in line for the units and pause after each request. "
+    "`requests` lists those of one tile, as (cycles of matmuls, cycles of the pause after them), "
+    "and consumer 1 begins `late` cycles after consumer 0."
+)
+its_code = lab.source(cycles_per_tile)
+its_pauses = lab.read(
+    f"Rung 1's timeline gives its two pauses: {after_scores:,.0f} cycles after the scores and "
+    f"{after_sum:,.0f} after the sum, each up to the next issue. For rung 2 we merge the requests "
+    "and add the pauses:"
+)
+its_figure = lab.draw(
+    traced,
+    "The model: two visits can fall into lockstep",
+    model_in_words,
+    draw_model,
+)
+its_findings = lab.read(
+    (
+        "**In the model, two visits let the consumers fall into lockstep, and one visit does "
+        "not.** If rung 1's consumers start together, they stay in step: both weigh at the same "
+        f"time, and the units are idle. If they start {STARTS[2]:,} cycles apart, they alternate, "
+        "and two visits "
+        + (
+            "cost no more than one. "
+            if apart_1 < together_2 + 5
+            else "cost less than in step. "
+        )
+        if locks
+        else f"On rung 1 each consumer waits in line for {in_line_1:,.0f} cycles per tile. "
+    )
+    + (
+        "With one visit they alternate, whenever we let consumer 1 begin. "
+        if from_any_start
+        else ""
+    )
+    + (
+        f"In the model, rung 2 is {100 * in_model:.1f} % faster than rung 1, as in the timelines. "
+        if abs(in_model - (at_one / at_two - 1)) < 0.001
+        else f"In the model, rung 2 is {100 * in_model:.1f} % faster than rung 1, and in the "
+        f"timelines {100 * (at_one / at_two - 1):.1f} %. "
+    )
+    + (
+        "For the forced order, however, the model is wrong: it predicts "
+        f"{together_5:,.0f} cycles per tile, and the timeline shows {at_five:,.0f}."
+        if together_5 < (1 - SCATTER) * at_five
+        else ""
+    )
+    if traced.rows
+    else f"{nan}"
+)
+how_tested = (
+    lab.read(
+        "**The test.** Rung 1 is made to alternate in two ways: consumer 1 begins late, or the "
+        "consumers take turns, each issuing its sum and its next scores before the other does. We "
+        "did not trace whether they alternate after a late start."
+    )
+    if tested
+    else None
+)
+in_test = (
+    lab.table(
+        [in_the_test(name, *of_test) for name, of_test in OF_TEST.items()],
+        "Gain over rung 1, all timed again in one run: length 4,096, without a mask",
+    )
+    if tested
+    else None
+)
 of_rung_1 = lab.read(
     f"**Rung 1.** After its sum, a consumer is away for {after_sum:,.0f} cycles, and the other's "
     f"sum takes {half:,.0f}. The two begin to weigh at least {between:,.0f} cycles apart."
 )
 of_rung_2_timeline = lab.read(
-    f"**Rung 2.** The two begin to weigh at least "
+    f"**Rung 2.** The {OF_THREAD} exponentials of a thread are {OF_THREAD - 2} weights, and alpha "
+    "for its 2 rows. The two consumers begin to weigh at least "
     f"{apart(earliest, 'scores ahead', 'earliest'):,.0f} cycles apart, if both matmuls of a "
-    f"consumer end as computed."
+    "consumer end as computed."
     + (
         " With stamps, too, all exponentials come after both waits."
         if as_stamped.get(BEFORE) == 0
@@ -2096,8 +2104,10 @@ of_rung_2_timeline = lab.read(
     )
 )
 of_rung_5 = lab.read(
-    "**Rung 5.** The computed row of its timeline is only a sketch: on average, a consumer sees "
-    f"its scores {scores_seen:.0f} cycles later than the row says. "
+    f"**Rung 5.** A consumer weighs for {weighs_5:,.0f} cycles, and its sum runs for at least the "
+    f"first {overlap:,.0f} of them, if the units serve in order, as in the computed row. That row "
+    f"is only a sketch: on average, a consumer sees its scores {scores_seen:.0f} cycles later than "
+    "the row says. "
     + (
         f"With stamps, a tile takes {took_5:,.0f} cycles on rung 5 and {took_2:,.0f} on rung 2, "
         "but in the ladder the two are level without a mask. We did not measure whether the stamps "
@@ -2111,27 +2121,31 @@ of_rung_5 = lab.read(
         else ""
     )
 )
-of_model = lab.read(
-    "**The model.** "
-    + (
-        "With one visit the consumers alternate, whenever we let consumer 1 begin. "
-        if from_any_start
-        else ""
-    )
-    + f"It makes rung 2 {100 * in_model:.1f} % faster than rung 1, and the timelines make it "
-    f"{100 * (at_one / at_two - 1):.1f} % faster. For the forced order it predicts "
-    f"{together_5:,.0f} cycles per tile, and the timeline shows {at_five:,.0f}. "
-    + (
-        "We did not trace whether the consumers alternate after a late start."
-        if tested
-        else ""
-    )
+lab.together(
+    the_model,
+    its_code,
+    its_pauses,
+    its_figure,
+    its_findings,
+    how_tested,
+    in_test,
+    of_rung_1,
+    of_rung_2_timeline,
+    of_rung_5,
 )
-lab.together(of_rung_1, of_rung_2_timeline, of_rung_5, of_model)
 
 # %%
 # Rungs 4 to 6: small changes
 # ---------------------------
+#
+# - **Rung 4** puts all tiles of keys into one loop, in which a branch asks whether the mask cuts
+#   the tile. Until now the masked tiles had their own loop, and Triton repacked the weights between
+#   the two.
+# - **Rung 5** lets each thread add up its own part of :math:`l_i`. This saves
+#   :term:`shuffles <shuffle>`, since the total is needed only at the end.
+# - **Rung 6** makes the consumers take turns, which FlashAttention-3 calls
+#   :term:`ping-pong scheduling`: a consumer waits at a :term:`named barrier` before its two
+#   matmuls, and lets the other go after them.
 
 # %%
 
@@ -2189,41 +2203,49 @@ with_turns = [
 ]
 removed = (
     "The repacking instructions (`PRMT`) are gone, but we did not isolate whether they cost the "
-    "time."
+    "time. "
     if compiled_to("two roles", "permutations")
     == compiled_to("one loop", "permutations")
     else ""
 )
 
-# %%
-# **Rung 4** puts all tiles of keys into one loop, in which a branch asks whether the mask cuts the
-# tile. Until now the masked tiles had their own loop, and Triton repacked the weights between the
-# two.
-
-# Reading
-lab.read(told("one loop") + (removed if expected_there else ""))
-
-# %%
-# **Rung 5** lets each thread add up its own part of :math:`l_i`. This saves
-# :term:`shuffles <shuffle>`, since the total is needed only at the end.
-
-# Reading
-lab.read(told("sums in threads"))
+SMALL = {
+    "rung 4, one loop": ("one loop", "a branch"),
+    "rung 5, row sums in threads": ("sums in threads", "one loop"),
+    "rung 6, turns": ("turns", "sums in threads"),
+    "rung 6, but without rung 3's branch": ("without the branch", "turns"),
+}
+lab.table(
+    [changed_by(*both) | {"change": called} for called, both in SMALL.items()]
+    if steps.rows
+    else [],
+    "Gain over the rung before; in the last row, over rung 6",
+)
 
 # %%
-# **Rung 6** makes the consumers take turns, which FlashAttention-3 calls
-# :term:`ping-pong scheduling`: a consumer waits at a :term:`named barrier` before its two matmuls,
-# and lets the other go after them.
 
 # Reading
+pay_a_little = all(
+    SCATTER < gain("sums in threads", mask) < 0.04 for mask in ("full", "causal")
+)
 lab.read(
-    told("turns")
+    (
+        "**One loop pays if the mask is causal, row sums in threads pay a little, and turns do not "
+        f"pay.** {removed}"
+        + (
+            "The branch of rung 3 now helps with a causal mask. "
+            if gain("without the branch", "causal", "turns") < -SCATTER
+            else ""
+        )
+        if expected_there and pay_a_little and no_effect
+        else f"Rung 4 is {of_both('one loop', 'a branch')}; rung 5, "
+        f"{of_both('sums in threads', 'one loop')}; rung 6, {of_both('turns', 'sums in threads')}. "
+    )
     + (
-        "The package's kernel takes turns where it was fastest with them, which is most shapes. "
+        "The package's kernel takes turns where it was fastest with them, which is most shapes."
         if no_effect and 2 * sum(with_turns) > len(with_turns)
         else ""
     )
-    + f"**Rung 6 without rung 3's branch:** {of_both('without the branch', 'turns')}."
 )
 
 # %%
@@ -2233,8 +2255,8 @@ lab.read(
     "**Still idle.** On rung 6 the units are idle for "
     f"{100 * idle_units(traced.rows, 'turns'):.0f} % of the time. "
     + (
-        f"A consumer takes {spent:,.0f} cycles to weigh and rescale, although the instructions "
-        f"that we counted need only {shared:,.0f}. The rest is **unexplained**."
+        f"A consumer takes {100 * (spent / shared - 1):.0f} % longer to weigh and rescale than the "
+        "instructions that we counted need, and we do not know why."
         if not spent <= shared
         else "Why they are is **unexplained**."
     )
@@ -2320,14 +2342,14 @@ lab.together(
 # ---------------------------
 
 # Reading
-OF_CONSUMER, OF_LOADER = so_far["REGISTERS"], so_far["LOADER_REGISTERS"]
 EQUAL = VERSIONS["equal registers"]["REGISTERS"]
 OF_TILES = 64 + 64 + 32  # s and acc in float32, p in 16 bits
+assert 0.9 * EQUAL < OF_TILES < EQUAL  # "nearly all" below
 lab.read(
     "The largest effect in this chapter has no bar in the ladder, because every rung includes it. "
-    "If all threads had equally many registers, a consumer's `s`, `acc` and `p` would fill "
-    f"{OF_TILES} of its {EQUAL}. In `gl.warp_specialize`, which starts the roles, we therefore "
-    f"leave the loader only {OF_LOADER} per thread and give each consumer {OF_CONSUMER}."
+    "If all threads had equally many registers, a consumer's `s`, `acc` and `p` would fill nearly "
+    "all of them. In `gl.warp_specialize`, which starts the roles, we therefore leave the loader "
+    "few registers per thread and give the consumers more:"
 )
 
 # %%
@@ -2678,14 +2700,11 @@ ended = soaked.rows[0] if soaked.rows else {}
 number_of, finished = (ended.get(what, nan) for what in ("launches", "finished"))
 said = right.plain.split("\n")[0].partition(": ")[2].rstrip(".")
 passed, where, of_run = said.partition(" on ")
-lab.read(f"Against float64, **{passed}**{where}{of_run}.")
-
-# %%
-
-# Reading
 lab.read(
-    "A kernel that lacks a barrier can be right many times and then wrong once. We therefore "
-    f"repeated {launched:,} launches, of which {other_bits or 'none'} gave different bits. "
+    f"Against float64, **{passed}**{where}{of_run.partition(', the worst')[0]}. "
+    "A kernel that lacks a barrier, however, can be right many times and then wrong once. We "
+    f"therefore repeated {launched:,} launches, of which {other_bits or 'none'} gave different "
+    "bits. "
     + (
         f"All {number_of:,} launches with random shapes finished. "
         if number_of == finished
@@ -2696,8 +2715,8 @@ lab.read(
 
 # %%
 # In the figure, 100 % is the faster of cuDNN (called through PyTorch's SDPA) and FlashAttention 4
-# at each point; FlashAttention-3 was not available. Batch times length is 16,384. "Kernel Book" is
-# what the package chooses by itself: the Gluon kernel or, in rows with a hollow dot, plain Triton.
+# at each point; FlashAttention-3 was not available. "Kernel Book" is what the package
+# chooses by itself: the Gluon kernel or, in rows with a hollow dot, plain Triton.
 
 
 # Measuring
@@ -2869,17 +2888,17 @@ the_library = (
     else "the faster library"
 )
 shares = sorted(map(share_of_library, behind))
+level_at = len(at_points) - len(ahead) - len(behind)
 
 
 lab.read(
-    f"Against {the_library}, the package is ahead at {len(ahead)} of {len(at_points)} points"
-    + (
-        f", level at {len(at_points) - len(ahead) - len(behind)} and "
-        f"**behind at {len(behind)}**, where it reaches "
-        + ("at least " if len(shares) > 1 else "")
-        + f"{100 * shares[0]:.0f} % of the library's speed."
+    (
+        f"**Against {the_library} the package is behind at {len(behind)} of {len(at_points)} "
+        f"points,** by at most {100 * (1 - shares[0]):.0f} %, and ahead at {len(ahead)}"
+        + ("; at the others they are level." if level_at else ".")
         if behind
-        else ", and behind nowhere."
+        else f"Against {the_library} the package is ahead at {len(ahead)} of {len(at_points)} "
+        "points, and behind nowhere."
     )
     if speed.rows
     else f"{nan}"
@@ -2891,13 +2910,14 @@ lab.read(
 worth = [row["in Gluon"] / row["plain"] for row in at_points]
 
 lab.read(
-    f"Compared with plain Triton, the Gluon kernel is {min(worth):.2f} to {max(worth):.2f} times "
-    f"as fast, for {of_gluon / of_triton:.1f} times as many lines of GPU code"
+    "The gain over plain Triton costs code: the Gluon kernel has "
+    f"{of_gluon / of_triton:.1f} times as many lines for the GPU and is at best "
+    f"{100 * (max(worth) - 1):.0f} % faster. "
     + (
-        f". It is **slower at {len(slower)} points**, with a causal mask at head_dim 64, where the "
-        "package uses plain Triton instead."
+        f"It is **slower at {len(slower)} points**, by up to {100 * (1 - min(worth)):.0f} %, and "
+        "there the package uses plain Triton."
         if takes_plain
-        else f", and slower at {len(slower)} of {len(at_points)} points."
+        else f"It is slower at {len(slower)} of {len(at_points)} points."
     )
     if speed.rows
     else f"{nan}"
@@ -2946,9 +2966,9 @@ lab.table(rows, "Shared memory of a program")
 
 # %%
 # **2. Stand in line once.** Let a consumer pause for :math:`w` cycles after its scores and for 100
-# after its sum. According to ``cycles_per_tile``, what do two requests per tile cost, and what does
-# one, for :math:`w` of 512, 1,024 and 1,536, if both consumers begin together, and if consumer 1
-# begins 1,000 cycles late?
+# after its sum. According to ``cycles_per_tile``, the model folded above, what do two requests per
+# tile cost, and what does one, for :math:`w` of 512, 1,024 and 1,536, if both consumers begin
+# together, and if consumer 1 begins 1,000 cycles late?
 
 # %%
 

@@ -456,6 +456,7 @@ for what, (n_rows, columns, size, where) in held.items():
 assert room == {"registers": 224, "shared memory": 192}
 
 capacity = {"registers": 256, "shared memory": 227}  # KiB of an SM
+assert all(2 * kib > capacity[where] for where, kib in room.items())  # no second fits
 for what, kib in (("in all", room), ("an SM has", capacity)):
     rows.append({"KiB, at head_dim 128": what} | {at: str(x) for at, x in kib.items()})
 held_table = lab.table(
@@ -474,10 +475,9 @@ operands = [(one.replace(" ", "\u00a0"), where) for one, where in operands]
 
 # Reading
 lab.read(
-    "A second program on the same SM could compute meanwhile, but it does not fit. A program "
-    "of the fast kernel owns 128 keys, and at head_dim 128 its tiles "
-    f"fill {room['registers']} of the {capacity['registers']} KiB of registers and "
-    f"{room['shared memory']} of the {capacity['shared memory']} KiB of shared memory on its SM."
+    "A second program on the same SM could compute meanwhile, but it does not fit: at head_dim "
+    f"{HEAD_DIM}, the tiles of one program, which owns {KEYS} keys, fill most of its SM's "
+    "registers and shared memory."
 )
 
 # %%
@@ -1459,27 +1459,26 @@ if not again.rows:
     steps.rate("an adder", mask="full")  # says why numbers are missing
 launched = again.rows[0]["launches"] if again.rows else nan
 in_fixed = [row["launches"] for row in again.rows if row["order"] == "fixed"]
-ended = soaked.rows[0] if soaked.rows else {}
+ended = soaked.rows[0]["finished"] if soaked.rows else nan
 said = right.plain.split("\n")[0].partition(": ")[2].split(";")[0].rstrip(".")
 lab.read(
     f"**In a fixed order, no bit differed** in {sum(in_fixed) if in_fixed else nan:,.0f} launches "
-    "of one input, with and without a mask, while other kernels ran. Without an order, "
+    "of one input. Without an order, "
     + (
         "`dq` differed in every launch"
         if set(of_free) == {launched}
         else f"`dq` differed in {of_free[0]:,.0f} launches without a mask and in "
         f"{of_free[1]:,.0f} with a causal one"
     )
-    + "; `dk` and `dv` never did, because only one program adds to each. All "
-    f"{ended.get('finished', nan):,.0f} launches of random shapes in a fixed order ended."
+    + "; `dk` and `dv` never did, because only one program adds to each."
 )
 
 # %%
 
 # Reading
 lab.read(
-    "**The gradients are right.** In bfloat16 against float64, over odd lengths, grouped heads, "
-    f"causal masks and windows, in a fixed order and without one, {said}."
+    "**The gradients are right:** against float64, over odd lengths, grouped heads, causal masks "
+    f"and windows, {said}."
 )
 
 # %%
@@ -1511,9 +1510,11 @@ lab.together(
     again,
     soaked,
     lab.read(
-        "One input was launched again and again, and every launch was compared with the first, "
-        "while other work made programs start at different times. "
-        "Every tenth launch of the random shapes was compared with plain Triton, and all agreed. "
+        "One input was launched again and again, with and without a mask, and every launch was "
+        "compared with the first, while other work made programs start at different times. All "
+        f"{ended:,.0f} launches of random shapes in a fixed order ended; every tenth was compared "
+        "with plain Triton, and all agreed. The gradients were compared with float64 in bfloat16, "
+        "in a fixed order and without one. "
         "NVIDIA's compute-sanitizer found no access out of bounds in these kernels, but its search "
         "for races cannot judge warps with roles: it missed a race between two roles that we had "
         "planted, and reported a race where an mbarrier orders the exchange."
@@ -1851,7 +1852,7 @@ on_the_rung = (
 lab.read(
     "**On the ladder, the order costs time only under a causal mask, and “heads apart” wins that "
     "time back** by running tiles of many heads at once: it is as fast as “an adder”, which has no "
-    "order. The last rung stores the first part of a sum, so the sums need no zeroing."
+    "order."
     if as_simulated and min(cost) >= -SCATTER
     else "Compared with “an adder”, “a fixed order” "
     f"{verdict(gain('a fixed order', 'full', 'an adder'))} in full attention and "
@@ -2262,8 +2263,8 @@ assert without_sum < ideal < bound
 needed = cycles(whole_step)
 lab.read(
     "**With the part of dQ, shared memory needs more time than the matmuls:** by count, "
-    f"{bound:,.0f} cycles per step, against {ideal:,.0f} for the matmul units. Without the part to "
-    f"write and read, it would need {without_sum:,.0f}."
+    f"{100 * (bound / ideal - 1):.0f} % more cycles per step. Without the part to write and read, "
+    "it would need less time than they do."
 )
 
 # %%
@@ -2530,11 +2531,14 @@ lab.table(budget_rows() if BUDGET else [], "Where the cycles of a step go")
 left = left_of(*BUDGET["a fixed order"]) if in_order else nan
 lab.read(
     "**The matmul units pause twice in each step:** until dS is made, and until the part is handed "
-    "over. Issuing dV before dS could fill the first pause, but was no faster in runs that no "
-    "record holds. The rest is what the matmuls take beyond their count, perhaps because of the "
-    "load on shared memory: a kernel of nothing but matmuls and stores also exceeds the count of "
-    f"its matmuls, by {needed - ideal:,.0f} cycles."
+    "over. The rest is what the matmuls take beyond their count, perhaps because of the load on "
+    "shared memory: a kernel of nothing but matmuls and stores also exceeds the count of its "
+    f"matmuls, by {needed - ideal:,.0f} cycles."
 )
+
+# %%
+# **One sweep may pay twice for its shared sum:** the part of dQ loads shared memory, and in a fixed
+# order the matmul units pause while it is handed over. We did not trace two sweeps.
 
 # %%
 
@@ -2550,28 +2554,33 @@ late = [  # whether it was still there when the second of both came
     for before, both in zip(adders, in_step(traced.rows)[1:], strict=False)
 ]
 lost = 100 * (1 - any_order["a step"] / in_order["a step"]) if BUDGET else nan
-lab.read(
-    f"**The adder's step is full:** it waits {turn_taken:,.0f} cycles for its turn and spends "
-    f"{adding:,.0f} on the part. If its turn comes late, the consumers wait too (7). A second "
-    "buffer for parts was not measured."
-)
+shorter = BUDGET and any_order["pause at the part"] < in_order["pause at the part"]
 
-# %%
 
-# Reading
+def share_in_words(share):
+    """A share as quarters, where it is close to them."""
+    names = {1: "about a quarter", 2: "about half", 3: "about three quarters"}
+    quarters = round(4 * share) if share == share else 0
+    near = quarters in names and abs(4 * share - quarters) < 0.1
+    return names[quarters] if near else f"{100 * share:.0f} %"
+
+
 lab.read(
-    "**Without an order, the second pause is shorter,** and a traced step takes "
-    f"{lost:.0f} % fewer cycles"
+    "**The adder's step is full:** "
+    f"{share_in_words(adding / (turn_taken + adding))} of it go to the part, and the rest to "
+    "waiting for its turn. If its turn comes late, the consumers wait too (7). "
     + (
-        ". Yet the ladder shows no gain in speed, and we do not know why."
-        if verdict(gain("a fixed order", "full", "an adder")) == NO_DIFFERENCE
-        else "."
+        "Without an order, the second pause is shorter, and so is a traced step"
+        + (
+            ". Yet the ladder shows no gain in speed, and we do not know why."
+            if verdict(gain("a fixed order", "full", "an adder")) == NO_DIFFERENCE
+            else "."
+        )
+        if shorter and lost > 0
+        else f"Without an order, a traced step takes {abs(lost):.0f} % "
+        f"{'fewer' if lost > 0 else 'more'} cycles."
     )
 )
-
-# %%
-# **One sweep may pay twice for its shared sum:** the part of dQ loads shared memory, and in a fixed
-# order the matmul units pause while it is handed over. We did not trace two sweeps.
 
 # %%
 
@@ -2624,8 +2633,8 @@ lab.together(
         "run a sweep without the meeting. Stores and copies can delay a matmul, in which case a "
         f"pause is shorter than counted. The longest of the {len(steps_drawn)} steps of this "
         f"program takes {max(steps_drawn, default=nan):,.0f} cycles. We did not measure what the "
-        f"stamps cost. Nor does a single program rank the rungs: a step of “{TRACED[0]}”, the "
-        f"slower rung, takes {step_alone:,.0f}."
+        "stamps cost, nor a second buffer for parts. Nor does a single program rank the rungs: a "
+        f"step of “{TRACED[0]}”, the slower rung, takes {step_alone:,.0f}."
     ),
     lab.read(
         f"**Two peaks.** A step of {mean_step:,.0f} cycles uses the matmul units at "
@@ -2784,6 +2793,10 @@ def at_most(rows, one, other):
     return f", where the default has at least {share:.0f} % of its speed ({named([worst])})"
 
 
+def at_one(number):
+    return "one" if number == 1 else f"{number}"
+
+
 def points_of(rows):
     points_in_all = "1 point" if len(rows) == 1 else f"{len(rows)} points"
     return points_in_all + (f" ({named(rows)})" if named(rows) else "")
@@ -2826,25 +2839,10 @@ by_mode = {
     FIXED_MODE: "its deterministic mode",
     FIXED: "its deterministic mode",
 }
-where_two = {
-    mask: [
-        f"{row['length']:,}"
-        for row in at_points
-        if (row["head_dim"], row["mask"]) == (64, mask)
-        and chosen(64, mask, row["length"], deterministic=True) == "two sweeps"
-    ]
-    for mask in ("full", "causal")
-}
-only_short = len(of_two_sweeps) == len(where_two["causal"])
 lab.read(
     "“Kernel Book” is the package's default: one sweep in order"
     + (
-        ", except under a causal mask at head_dim 64 and "
-        f"{'lengths' if len(where_two['causal']) > 1 else 'length'} "
-        f"{' and '.join(where_two['causal'])}, where it is two sweeps (the open circle is one)"
-        if of_two_sweeps and only_short
-        else f", except at {'; '.join(of_two_sweeps)}, where it is two sweeps (the open "
-        "circle is one)"
+        ", or two sweeps in the rows with an open circle (which is one sweep)"
         if of_two_sweeps
         else ""
     )
@@ -2952,10 +2950,19 @@ lab.draw(
 
 # Reading
 lab.read(
-    f"**A library is faster at {everywhere} {len(at_points)} points:** Kernel Book reaches "
-    f"{shares_at(128, 64)} of its speed. Against FlashAttention's deterministic mode, which "
-    f"also keeps an order, it is slower at {len(below_theirs)} points, faster at "
-    f"{len(over_theirs)}, and level at {len(at_points) - len(below_theirs) - len(over_theirs)}."
+    "**A library is faster at "
+    + (
+        "every point"
+        if everywhere == "all"
+        else f"{everywhere} {len(at_points)} points"
+    )
+    + f":** Kernel Book reaches {shares_at(128, 64)} of its speed. FlashAttention's deterministic "
+    "mode, which also keeps an order, is "
+    + (
+        "faster at most points, too."
+        if 2 * len(below_theirs) > len(at_points)
+        else f"faster at {len(below_theirs)} of {len(at_points)} points."
+    )
     if speed.rows
     else f"{nan}"
 )
@@ -2963,12 +2970,18 @@ lab.read(
 # %%
 
 # Reading
+by_order = verdicts[1]
 lab.read(
-    f"**One sweep in order beats two sweeps** at {verdicts[0]['faster']} points, and loses at "
-    f"{verdicts[0]['slower']}"
+    "**One sweep in order beats two sweeps** at "
+    f"{verdicts[0]['faster']} of {len(at_points)} points, and loses at "
+    + at_one(verdicts[0]["slower"])
     + (f" ({named(slower)})" if named(slower) else "")
-    + f". Giving up the order makes it faster at {verdicts[1]['faster']} and slower at "
-    f"{verdicts[1]['slower']}."
+    + ". Giving up the order "
+    + (
+        "would not pay: it slows down more points than it speeds up."
+        if by_order["slower"] > by_order["faster"]
+        else f"makes it faster at {by_order['faster']} and slower at {by_order['slower']}."
+    )
     if speed.rows
     else f"{nan}"
 )
@@ -3086,9 +3099,9 @@ lab.together(
         "at 16,384."
     ),
     lab.read(
-        "**Tried without a gain,** in runs that no record holds: issuing the scores and dP of the "
-        "next step ahead, letting the adder ask early, and making the weights before the wait for "
-        "dP."
+        "**Tried without a gain,** in runs that no record holds: issuing dV before dS, which could "
+        "fill the first pause of the matmul units; issuing the scores and dP of the next step "
+        "ahead; letting the adder ask early; and making the weights before the wait for dP."
     ),
 )
 
@@ -3154,10 +3167,23 @@ lab.together(
 # %%
 
 # Reading
+counted_points = f"{verdicts[0]['faster']} of {len(at_points)} points"
+most = 2 * verdicts[0]["faster"] > len(at_points)
+best = max(row["in order"] / row["two sweeps"] for row in at_points)
 lab.read(
-    f"**One sweep is faster than two at {verdicts[0]['faster']} of {len(at_points)} points,** but "
-    f"by less than 7/5, and slower at {verdicts[0]['slower']}. The shared sum may account for part "
-    f"of the gap. The fastest library is ahead at {everywhere} {len(at_points)} points."
+    f"**One sweep is faster than two at {'most points' if most else counted_points},**"
+    + (" but by less than 7/5" if best < 7 / 5 else "")
+    + (
+        f", and slower at {at_one(verdicts[0]['slower'])}"
+        if verdicts[0]["slower"]
+        else ""
+    )
+    + ". The shared sum may account for part of the gap. The fastest library is ahead at "
+    + (
+        "every point."
+        if everywhere == "all"
+        else f"{everywhere} {len(at_points)} points."
+    )
     if speed.rows
     else f"{nan}"
 )

@@ -272,8 +272,8 @@ lab.table(
 #          columns, gives two rows of eight offsets: 0 to 7 and 6 to 13. Columns 6 and 7 are marked
 #          as masked, because they are past the end.
 #
-# Without the mask, row 0 would also add 6 and 7, the first two numbers of row 1. With it, both are
-# loaded as 0:
+# Without the mask, the first row would also add 6 and 7, the first two numbers of the second. With
+# it, both are loaded as 0:
 
 
 @triton.jit
@@ -744,8 +744,8 @@ lab.table(
 )
 
 # %%
-# Your kernels make the second mistake when ``x`` has more than 2³¹ elements;
-# ``tl.program_id(0).to(tl.int64)`` fixes ``rows``, and with a large stride ``cols`` needs it too.
+# Your kernels make the second mistake when ``x`` has more than 2³¹ elements.
+# ``tl.program_id(0).to(tl.int64)`` fixes ``rows``; if its stride is large, ``cols`` needs it too.
 
 # %%
 
@@ -990,7 +990,7 @@ in_flight = hbm * wait / 1e3  # TB/s times ns is kB, and 1,000 of them a MB
 multiply_adds, arrive = in_registers / 16, hbm / 2  # 10¹² per second
 lab.read(
     "While HBM delivers one bfloat16 number, the GPU can perform "
-    f"**{multiply_adds / arrive:.0f} multiply-adds. The weighted sum needs one,** so it is "
+    f"**{multiply_adds / arrive:.0f} float32 multiply-adds. The weighted sum needs one,** so it is "
     "memory-bound: what counts is to read `x` once."
 )
 
@@ -1024,11 +1024,11 @@ lab.together(
 # How fast is it?
 # ~~~~~~~~~~~~~~~
 #
-# A copy shows how fast memory can be. Copying half of ``x`` moves as many bytes as reading all of
-# it, so 100 % is the speed of that copy at each size; a kernel that does little but read can exceed
-# it. Before every run, the benchmark writes other numbers so that L2 does not hold ``x``. The
-# *first kernel* is ``rows_kernel`` with one row per program, and *the operator* is
-# ``kernelbook.weighted_sum``. Bands show the scatter of the runs (:doc:`/reading-figures`).
+# At each size, 100 % is the speed of a copy of half of ``x``, because that moves as many bytes as
+# reading all of it; a kernel that does little but read can exceed it. Before every run, the
+# benchmark writes other numbers so that L2 does not hold ``x``. The *first kernel* is
+# ``rows_kernel`` with one row per program, and *the operator* is ``kernelbook.weighted_sum``. Bands
+# show the scatter of the runs (:doc:`/reading-figures`).
 
 
 def providers(rows, columns, dtype):
@@ -1180,14 +1180,25 @@ of_first, of_pairs, of_two, of_matmul = (
 )
 compared = "torch.compile", "one row a program"
 sooner, later = beyond_scatter(forward, *compared)
+apart_in_size = sooner and later and max(sooner) < min(later)
 found = []
 if sooner:
-    faster_by = gap(forward, sooner, *compared[::-1])
-    found.append(f"is {faster_by} faster than yours with {listed(sooner)} rows")
+    less = max(
+        1
+        - forward.milliseconds_at("torch.compile", rows=rows)
+        / forward.milliseconds_at("one row a program", rows=rows)
+        for rows in sooner
+    )
+    found.append(
+        f"takes {'up to ' if len(sooner) > 1 else ''}{100 * less:.0f} % less time than the first "
+        f"kernel with {'few' if apart_in_size else listed(sooner)} rows"
+    )
 if later:
     slower_by = gap(forward, later, *compared)
-    than = "" if sooner else " than yours"
-    found.append(f"takes {slower_by} longer{than} with {listed(later)} rows")
+    than = "" if sooner else " time than the first kernel"
+    takes = "" if sooner else "takes "
+    many = "many" if apart_in_size else f"{listed(later)} rows"
+    found.append(f"{takes}{slower_by} more{than} with {many}")
 slowly, copied = (
     forward.milliseconds_at(name, rows=2**16) for name in ("PyTorch", "copy")
 )
@@ -1199,23 +1210,20 @@ between = all(
     for two, one, first in zip(of_two, of_matmul, of_first, strict=True)
 )
 lab.read(
-    f"**The first kernel runs at {100 * min(of_first):.0f} to {100 * max(of_first):.0f} % of the "
-    f"speed of a copy, PyTorch's two operations at {100 * min(of_two):.0f} to "
-    f"{100 * max(of_two):.0f} %.** With 65,536 rows, the two take {slowly / copied:.0f} times as "
-    "long as a copy"
+    f"**At every size, the first kernel reaches at least {100 * min(of_first):.0f} % of the speed "
+    "of a copy, and PyTorch's two operations "
     + (
-        ", not the three that their bytes suggest: the multiplication takes "
-        f"{of_product:.1f} times as long as a copy of its bytes. We did not measure why. "
-        if of_product > 1.2 and slowly / copied > 3.5
-        else ". "
+        "less than half.** "
+        if max(of_two) < 0.5
+        else f"at most {100 * max(of_two):.0f} %.** "
     )
     + (
-        "PyTorch's single operation for this formula, `x @ w`, lies in between. "
+        "`x @ w`, a single operation, lies in between. "
         if between
         else f"`x @ w` reaches {100 * min(of_matmul):.0f} to {100 * max(of_matmul):.0f} %. "
     )
     + "`torch.compile` "
-    + (f"{', but '.join(found)}." if found else "is as fast as yours.")
+    + (f"{', but '.join(found)}." if found else "is as fast as the first kernel.")
 )
 
 # %%
@@ -1229,6 +1237,16 @@ lab.together(
     lab.read(
         f"With two rows per program, your kernel runs at {100 * min(of_pairs):.0f} to "
         f"{100 * max(of_pairs):.0f} %."
+    ),
+    lab.read(
+        "With 65,536 rows, PyTorch's two operations take "
+        f"{slowly / copied:.0f} times as long as a copy"
+        + (
+            ", not the three that their bytes suggest, because the multiplication takes "
+            f"{of_product:.1f} times as long as a copy of its bytes; we did not measure why."
+            if of_product > 1.2 and slowly / copied > 3.5
+            else "."
+        )
     ),
     apart,
 )
@@ -1797,27 +1815,34 @@ compiled_ahead = [
     for columns in LENGTHS
     if of_shape("torch.compile", columns) > 1.01 * of_shape("Kernel Book", columns)
 ]
-brief = [columns for columns in LENGTHS if columns <= 100]
+gains = [
+    of_shape("loop in parts", columns) / one_row[columns]
+    for columns in LENGTHS
+    if columns <= 100 and one_row[columns] != 0
+]
 lab.read(
     (
-        f"**Triton refuses the first kernel for rows of {listed(refused)} "
-        f"({listed(refused, short)}).** "
+        "**With the longest rows, which Triton refuses the first kernel, "
+        if refused == [2**22]
+        else f"Triton refuses the first kernel for rows of {listed(refused)}. **With the longest "
+        "rows, "
         if refused
-        else ""
+        else "**With the longest rows, "
     )
-    + ("At that length" if refused == [2**22] else f"With rows of {2**22:,}")
-    + f", the loop reaches only {in_loop:.0f} %, because 16 rows make 8 programs"
-    + (f" for {processors} SMs" if processors else "")
-    + f"; **divided into parts, they reach {in_parts:.0f} %.** "
+    + f"the loop in parts reaches {in_parts:.0f} % of a copy;** the loop alone reaches "
+    f"{in_loop:.0f} %, because its 8 programs "
+    + ("leave most SMs idle. " if processors > 16 else "are few. ")
     + (
         f"`torch.compile` is faster than the operator with rows of {listed(compiled_ahead)}. "
         if compiled_ahead
         else ""
     )
-    + "With rows of up to 100 columns, the first kernel reaches at most "
-    f"{max(one_row[columns] for columns in brief):.0f} %, because each program has one short row; "
-    "with many per program, the loop reaches at least "
-    f"{min(of_shape('loop in parts', columns) for columns in brief):.0f} %."
+    + (
+        "Short rows gain too: with up to 100 columns, the loop, which gives a program many rows, "
+        f"is at least {min(gains):.1f} times as fast as the first kernel."
+        if min(gains, default=nan) > 1.05 or not shapes.rows
+        else ""
+    )
 )
 
 # %%
@@ -1901,15 +1926,13 @@ lab.together(
 # 2. A divisor for the compiler
 # ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
 #
-# The loop is slow with rows of 100, because a thread loads only one 16-bit number at a time: Triton
-# checks only whether a stride is 1 or a multiple of 16. The operator passes ``UNIT``, a
-# ``constexpr``, here 4:
+# The loop is slow with rows of 100, because a thread loads only one number at a time: Triton checks
+# only whether a stride is 1 or a multiple of 16. The operator passes ``UNIT``, a ``constexpr``,
+# here 4:
 #
 # .. code-block:: python
 #
 #    n_cols, stride_row = n_cols // UNIT * UNIT, stride_row // UNIT * UNIT
-#
-# The line changes neither number, but the compiler now sees that 4 divides both.
 
 # %%
 
@@ -1964,10 +1987,11 @@ loaded = lab.measure(
 
 # Reading
 blind, known, *_ = [row["µs"] for row in loaded.rows] or [nan] * 2
-narrow, wide, *_ = [row["widest load (bytes)"] for row in loaded.rows] or [nan] * 2
+_, wide, *_ = [row["widest load (bytes)"] for row in loaded.rows] or [nan] * 2
 lab.read(
-    f"**With rows of 100, this makes the operator's kernel {blind / known:.1f} times as fast,** "
-    f"because a thread loads {wide} bytes at once instead of {narrow}."
+    "The line changes neither number, but the compiler now sees that 4 divides both, and a thread "
+    f"loads {wide / 2:.0f} numbers at once. **With rows of 100, this makes the operator's kernel "
+    f"{blind / known:.1f} times as fast.**"
 )
 
 # %%
@@ -2276,7 +2300,7 @@ adjacent = lab.measure(
 # Reading
 of_backward = {
     name: 100 * backward.share(name, rows=2**16)
-    for name in ("rows_backward", "loop", "Kernel Book")
+    for name in ("PyTorch", "rows_backward", "loop", "Kernel Book")
 }
 ours_at = {rows: 100 * backward.share("Kernel Book", rows=rows) for rows in MARKS}
 slowest = min(MARKS, key=ours_at.get)
@@ -2286,30 +2310,74 @@ lead = [
     for rows in MARKS[:3]
 ]
 ahead, _ = beyond_scatter(backward, "torch.compile")
-(first_one, second_one), (first_two, second_two) = [
-    (row["first launch (µs)"], row["second launch (µs)"]) for row in launched.rows
-] or [(nan, nan)] * 2
+past_loop = [
+    rows
+    for rows in beyond_scatter(backward, "torch.compile", "loop")[0]
+    if backward.share("torch.compile", rows=rows)
+    > 1.02 * backward.share("loop", rows=rows)
+]
+as_slow = abs(of_backward["rows_backward"] - of_backward["PyTorch"]) < 1
+[(first_one, second_one)] = [
+    (row["first launch (µs)"], row["second launch (µs)"]) for row in launched.rows[:1]
+] or [(nan, nan)]
 parts_mib, fewer_mib = [
     row["rows of sums"] * 4096 * 4 / 2**20 for row in launched.rows
 ] or [nan] * 2
-lab.read(
-    f"**With 65,536 rows, the first backward reaches {of_backward['rows_backward']:.0f} % of the "
-    f"speed of a copy, the loop {of_backward['loop']:.0f} %, and the operator "
-    f"{of_backward['Kernel Book']:.0f} %.** The first backward spends {second_one:,.0f} of its "
-    f"{first_one + second_one:,.0f} µs in the second launch, whose reads cannot coalesce, because "
-    "neighbours in a row of `parts.t()` lie 4,096 numbers apart"
-    + (
-        f": with neighbours side by side, it takes {adjacent.rows[0]['µs']:.0f} µs. "
-        if adjacent.rows
-        else "; we did not measure what that costs. "
-    )
-    + f"Up to {MARKS[2]:,} rows, the loop gains nothing, since each program has at most one block"
-    + (
-        f", and `torch.compile` is faster than the operator with {listed(ahead)} rows."
-        if ahead
-        else f". The operator is {min(lead):.1f} to {max(lead):.1f} times as fast as the loop at "
-        "these sizes; we did not measure why."
-    )
+of_second = second_one / (first_one + second_one)
+side_by_side = adjacent.rows[0]["µs"] if adjacent.rows else nan
+lab.together(
+    lab.read(
+        "**With 65,536 rows, the first backward "
+        + (
+            "is only as fast as PyTorch; the loop is "
+            f"{of_backward['loop'] / of_backward['rows_backward']:.2g} times as fast"
+            if as_slow
+            else f"reaches {of_backward['rows_backward']:.0f} % of the speed of a copy; the loop "
+            f"reaches {of_backward['loop']:.0f} %"
+        )
+        + f", and the operator reaches {of_backward['Kernel Book']:.0f} % of the speed of a "
+        "copy.** "
+        + (
+            "More than two thirds"
+            if of_second > 2 / 3
+            else "More than half"
+            if of_second > 1 / 2
+            else f"About {100 * of_second:.0f} %"
+        )
+        + " of the first backward's time goes to the second launch. Its reads cannot coalesce, "
+        "because neighbours in a row of `parts.t()` lie 4,096 numbers apart"
+        + (
+            "; we did not measure what that costs."
+            if not adjacent.rows
+            else "; with neighbours side by side, it takes less than a third of the time."
+            if side_by_side < second_one / 3
+            else f"; with neighbours side by side, it takes {side_by_side / second_one:.0%} of the "
+            "time."
+        )
+    ),
+    lab.read(
+        f"**Up to {MARKS[2]:,} rows, the loop gains nothing,** since each program has at most one "
+        "block. "
+        + (
+            f"`torch.compile` is faster than the operator with {listed(ahead)} rows"
+            if ahead
+            else "The operator is about twice as fast there; we did not measure why"
+            if min(lead) > 1.8 and max(lead) < 2.2
+            else f"The operator is {min(lead):.1f} to {max(lead):.1f} times as fast there; we did "
+            "not measure why"
+        )
+        + (
+            (
+                f". Up to {past_loop[-1]:,} rows"
+                if past_loop == MARKS[: len(past_loop)]
+                else f". With {listed(past_loop)} rows"
+            )
+            + f", the loop takes {gap(backward, past_loop, 'loop', 'torch.compile')} more time "
+            "than `torch.compile`."
+            if past_loop
+            else "."
+        )
+    ),
 )
 
 # %%
@@ -2334,12 +2402,15 @@ lab.together(
         "adds these up",
     ),
     lab.read(
-        f"The second launch of the first backward takes {second_one:.0f} µs for {parts_mib:.0f} "
-        f"MiB of sums, which HBM could deliver in {parts_mib * 2**20 / hbm / 1e6:.0f}. "
-        f"The loop leaves fewer sums, {fewer_mib:.0f} MiB, which shortens the first launch from "
-        f"{first_one:.0f} to {first_two:.0f} µs and the second from {second_one:.0f} to "
-        f"{second_two:.0f}. Per column, two rows of `x` take 4 bytes and two of `dx` 4 more; one "
-        "float32 sum takes 4, written and then read again."
+        f"HBM could deliver the {parts_mib:.0f} MiB of sums of the first backward in "
+        f"{parts_mib * 2**20 / hbm / 1e6:.0f} µs"
+        + (
+            f"; with neighbours side by side, the second launch takes {side_by_side:.0f}. "
+            if adjacent.rows
+            else ". "
+        )
+        + f"The loop leaves only {fewer_mib:.0f} MiB. Per column, two rows of `x` take 4 bytes and "
+        "two of `dx` 4 more; one float32 sum takes 4, written and then read again."
     ),
     lab.read(
         "Besides the loop, the operator divides the columns among programs, adds up the partial "
@@ -2527,14 +2598,15 @@ lab.read(
         if not leads
         else ""
     )
-    + f"At worst, the operator reaches {ours_at[slowest]:.0f} % of a copy backward, with "
-    f"{slowest:,} rows, and {of_shape('Kernel Book', shortfall):.0f} % forward, with rows of "
-    f"{shortfall:,}"
+    + f"At worst, the operator reaches {of_shape('Kernel Book', shortfall):.0f} % of a copy "
+    "forward, with "
     + (
-        "; their sums, half as many bytes as `x`, are not counted."
+        "rows of two, where it also writes half as much as it reads"
         if shortfall == 2
-        else "."
+        else f"rows of {shortfall:,}"
     )
+    + f", and {ours_at[slowest]:.0f} % backward, with "
+    + ("few rows." if slowest <= 1024 else f"{slowest:,} rows.")
 )
 
 # %%
@@ -2633,23 +2705,22 @@ def theirs_faster(passes):
 
 
 behind, behind_both = theirs_faster("forward"), theirs_faster("with gradients")
-took = {
-    name: [
-        row[f"{name} (µs)"]
-        for (rows, passes), row in by_clock.items()
-        if passes == "forward" and rows <= (behind or 1024)
-    ]
-    or [nan]
-    for name in ("Kernel Book", "PyTorch")
-}
-ours, theirs = (f"{min(us):.0f} to {max(us):.0f}" for us in took.values())
+lost = [
+    row["Kernel Book (µs)"] / row["PyTorch (µs)"]
+    for (rows, passes), row in by_clock.items()
+    if rows <= (behind if passes == "forward" else behind_both)
+]
+where = [
+    f"{name} up to {rows:,} rows"
+    for name, rows in (("forward", behind), ("with gradients", behind_both))
+    if rows
+]
 lab.read(
-    "**With small matrices, the pace is set by the host,** the CPU that launches the kernels. "
-    f"Up to {behind or 1024:,} rows, consecutive forward passes take {ours} µs each with the "
-    f"operator and {theirs} with PyTorch"
+    "**With small matrices, the pace is set by the host,** the CPU that launches the kernels"
     + (
-        f"; **with gradients, PyTorch is faster up to {behind_both:,} rows.** "
-        if behind_both
+        f", **and PyTorch is faster:** {' and '.join(where)}, the operator takes up to "
+        f"{max(lost, default=nan):.1f} times as long in consecutive calls. "
+        if where or not by_clock
         else ". "
     )
     + "CUDA graphs help, as the next chapter shows."

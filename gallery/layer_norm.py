@@ -150,7 +150,6 @@ for mean in (0, 100, 1000, 10_000):
             "from squares": f"{one_step:.4f}".replace("-", "−"),
         }
     )
-by_squares = rows[-1]
 lab.table(rows, "The variance of 4,096 numbers in float32, two ways")
 
 # %%
@@ -418,10 +417,15 @@ gpu = ladder.provenance["gpu"] if ladder.provenance else "this GPU"
 nearly = "nearly " if share["one program", 4096] < 99 else ""
 tenfold = share["loop", 4096] / share["simple_layer_norm", 4096]
 lab.read(
-    f"**At 4,096 columns, reading once makes layer norm {nearly}as fast as a copy**: on {gpu}, "
-    f"whose numbers the text quotes, it reaches {share['one program', 4096]:.0f} % of a copy's "
-    f"speed. The loop, at {share['loop', 4096]:.0f} %, is {tenfold:.0f} times as fast as the seven "
-    "operations. "
+    (
+        f"**At 4,096 columns, reading once makes layer norm {nearly}as fast as a copy** on {gpu}, "
+        "whose numbers the text quotes. "
+        if share["one program", 4096] > 90
+        else "**At 4,096 columns, reading once brings layer norm to "
+        f"{share['one program', 4096]:.0f} % of the speed of a copy** on {gpu}, whose numbers the "
+        "text quotes. "
+    )
+    + f"The loop is {tenfold:.0f} times as fast as the seven operations. "
     + (
         "If its three reads and its write all went to main memory, it could reach only half the "
         "speed of a copy, so the caches must still hold part of the row. "
@@ -429,8 +433,11 @@ lab.read(
         else "If its three reads and its write all go to main memory, it can reach half the speed "
         "of a copy. "
     )
-    + f"At 32,768 columns the loop reaches {share['loop', 32768]:.0f} %"
-    + (", close to that half." if 47 < share["loop", 32768] < 55 else ".")
+    + (
+        "At 32,768 columns it is close to that half."
+        if 47 < share["loop", 32768] < 55
+        else f"At 32,768 columns it reaches {share['loop', 32768]:.0f} %."
+    )
 )
 
 # %%
@@ -443,12 +450,19 @@ in_copies = {  # a copy moves N twice
 by_four = sum(
     in_copies.get(of, nan) for of in ("x - mean", "deviation * rstd", "… * w", "… + b")
 )
+copies = sum(in_copies.values()) or nan
+keeps_up = all(share["loop", n] > 0.97 * share["PyTorch", n] for n in (4096, 32768))
 lab.read(
-    "PyTorch's own `layer_norm` is a single kernel. It reads each row twice, which without caches "
-    "allows two thirds of the speed of a copy, and reaches "
-    f"{share['PyTorch', 4096]:.0f} and {share['PyTorch', 32768]:.0f} %. The seven operations move "
-    f"the bytes of six copies but take as long as {sum(in_copies.values()) or nan:.0f}, and "
-    f"{by_four:.0f} of those go to the four that broadcast an operand, such as the mean of a row."
+    "PyTorch's own `layer_norm` is a single kernel. It reads each row only twice, which without "
+    "caches allows two thirds of the speed of a copy, "
+    + (
+        "yet the loop keeps up with it. "
+        if keeps_up
+        else f"and reaches {share['PyTorch', 4096]:.0f} and {share['PyTorch', 32768]:.0f} %. "
+    )
+    + f"The seven operations move the bytes of six copies but take as long as {copies:.0f}. "
+    + ("Most" if by_four > 0.6 * copies else f"{100 * by_four / copies:.0f} %")
+    + " of that time goes to the four that broadcast an operand, such as the mean of a row."
 )
 
 # %%
@@ -474,18 +488,15 @@ lab.together(
 
 # Reading
 differing = " and ".join(
-    f"{100 * reached:.0f} % on {other.provenance['gpu']}"
-    + " (with an older kernel)" * bool(other.mark)
+    f"on {other.provenance['gpu']}" + ", with an older kernel" * bool(other.mark)
     for other in ladder.elsewhere
     if not other.at(provider="one program", columns=32768).empty
     for reached in [other.share("one program", columns=32768)]
     if 100 * reached > share["one program", 32768] + 5
 )
 lab.read(
-    "At 32,768 columns, reading once reaches "
-    + f"{differing}, but " * bool(differing)
-    + f"only {share['one program', 32768]:.0f} %"
-    + f" on {gpu}" * bool(differing)
+    f"At 32,768 columns, reading once reaches only {share['one program', 32768]:.0f} %"
+    + f" (more {differing})" * bool(differing)
     + ", so long rows need two more ideas. First, though, the digits: rounding spoils some rows."
 )
 
@@ -535,14 +546,12 @@ obvious, corrected, theirs = (
     f"{one:.3f}" if one else "zero" for one in (obvious, corrected, theirs)
 )
 lab.read(
-    f"{where} the same happens in float32. "
+    "The same happens in float32. "
     * (obvious != "zero")
-    + "We fill each of 200 rows with a thousand copies of one number between 1,000 and 1,100, so "
-    "every output should be zero. Because the variance is 0, however, layer norm divides by the "
-    "root of `eps`, here 1e-5, which magnifies an error of the mean "
-    f"{1e-5**-0.5:.0f} times. {f'{where} the' if obvious == 'zero' else 'The'} largest output is "
-    f"{obvious} for our kernel and {theirs} for PyTorch's. With the correction that follows, ours "
-    f"is {corrected}."
+    + f"{where}, the largest output of rows of equal numbers, which should be zero, is {obvious} "
+    f"for our kernel and {theirs} for PyTorch's. Their variance is 0, so layer norm divides by the "
+    f"root of `eps`, which magnifies an error of the mean {1e-5**-0.5:.0f} times. With the "
+    f"correction that follows, our largest output is {corrected}."
 )
 
 # %%
@@ -622,8 +631,8 @@ plain, corrected = (y.var(correction=0).item() for y in found)
 assert abs(corrected - 1) < 1e-6
 lab.read(
     "The deviations from the rounded mean, 0 and 2, yield a correction of 1, and 4 − 2·1² = 2 is "
-    "the right `m2`. The kernel confirms this: the variance of its output, which should be 1, is "
-    f"{plain:.1f} without the correction and {corrected:.1f} with it. The outputs are "
+    "the right `m2`. The kernel confirms this: without the correction the variance of its output "
+    f"is {plain:.1f} instead of 1, and with it, it is right. The outputs are "
     f"{' and '.join(f'{y:.0f}' for y in found[1][0].tolist())} instead of −1 and 1, because the "
     "corrected mean is itself rounded to float32. Storing the mean as two numbers would help, but "
     "the backward pass takes only one."
@@ -694,6 +703,7 @@ costs = {
     for row in paid.rows or []
 }
 dearest = max(costs, key=costs.get, default=0)
+bound = half_apart / largest  # what rounding the mean may cost
 said = ""
 if gained.rows:
     plain, corrected, theirs = (
@@ -706,16 +716,12 @@ if gained.rows:
             if plain > 1.3 * corrected
             else "At a mean of 1,000 the correction changes the largest error little"
         )
+        + (", though PyTorch's is smaller" if theirs < 0.9 * corrected else "")
+        + ". "
         + (
-            f", and PyTorch's is {theirs / corrected:.1f} times ours. "
-            if theirs > 1.1 * corrected
-            else ", and PyTorch's is smaller than ours. "
-            if theirs < 0.9 * corrected
-            else ", and PyTorch's is about as large as ours. "
-        )
-        + (
-            "There is little left to gain, because rounding the mean to float32 can by itself cost "
-            f"{half_apart / largest:.1e}. " * (corrected < 1.5 * half_apart / largest)
+            "Little is left to gain, because rounding the mean to float32 can by itself cost "
+            f"{'nearly ' * (corrected > bound)}as much as remains. "
+            * (corrected < 1.25 * bound)
         )
         + (
             "At a mean of 0 our error is slightly larger than PyTorch's. "
@@ -724,9 +730,11 @@ if gained.rows:
     )
 if costs:
     said += "The three lines cost " + (
-        f"at most {costs[dearest]} percentage points of the speed of a copy."
-        if costs[dearest] > 0
-        else "no measurable time."
+        "no measurable time."
+        if costs[dearest] <= 0
+        else "less than one percentage point of the speed of a copy."
+        if costs[dearest] < 0.95
+        else f"at most {costs[dearest]} percentage points of the speed of a copy."
     )
 lab.read(said) if said else None
 
@@ -734,7 +742,7 @@ lab.read(said) if said else None
 # The operator corrects the mean too, unless the sum of equal numbers is exact anyway, and guards
 # every step against overflow. That leaves the long rows.
 
-# Folded: The small kernel with the correction, its price, and the operator's guards
+# Folded: The small kernel with the correction, its price and gain, and the operator's guards
 edges = torch.tensor([[3e38, 3e38], [-2e19, 2e19]], device=runtime.DEVICE)
 with np.errstate(all="ignore"):  # the interpreter computes with NumPy, which warns
     of_small, of_operator = (
@@ -798,6 +806,15 @@ lab.together(
         }
     ),
     paid,
+    lab.read(
+        "Rounding a mean near 1,000 to float32 can change it by half the distance between two "
+        f"neighbouring numbers, which is {bound:.1e} of the largest output, {largest:.0f}."
+    ),
+    equal,
+    lab.read(
+        "Each of these 200 rows holds a thousand copies of one number between 1,000 and 1,100, and "
+        "`eps` is 1e-5."
+    ),
     of_the_operator,
 )
 
@@ -854,7 +871,7 @@ lab.source(widen)
 # piece, and the compiler cannot know that this is always 0.
 #
 # This kernel need not correct the mean, because a bfloat16 uses only 8 of the 24 significant bits
-# of float32, and the other 16 keep the sum of up to 65,536 (2¹⁶) equal numbers exact.
+# of float32, and the other 16 keep the sum of up to 65,536 equal numbers exact.
 
 # Folded: The packed kernel whole, and how it keeps digits and registers
 lab.together(
@@ -950,14 +967,6 @@ two, lone, long, held = (
     line_of("one read, 32,768"),
 )
 packed_gain = two[0] - held[0]
-of_lone = next(
-    (
-        row["registers per thread"]
-        for row in lines.rows
-        if row["kernel, columns"] == "packed, 32,768" and row["programs"] == 1
-    ),
-    nan,
-)
 two_matter = lone[0] < two[0] - 5
 lab.read(
     (
@@ -966,15 +975,14 @@ lab.read(
         if packed_gain > 0
         else "At 32,768 columns packing does not help"
     )
-    + ". The third line of the table isolates this: without its limit of "
-    f"{tuned.PACKED[32768][1]} registers per thread, the same kernel uses {of_lone:.0f}, only one "
-    "program fits, and "
+    + ". The third line of the table isolates this: without its limit on registers, only one "
+    "program of the same kernel fits, and "
     + (
-        f"the speed falls to {lone[0]:.0f} %"
-        + ", below that of the whole row" * (lone[0] < held[0] - 2)
-        + "."
-        if two_matter
-        else f"the kernel reaches {lone[0]:.0f} %: the second program makes no difference."
+        f"the kernel reaches {lone[0]:.0f} %: the second program makes no difference."
+        if not two_matter
+        else "it is slower than the whole row."
+        if lone[0] < held[0] - 2
+        else f"its speed falls to {lone[0]:.0f} %."
     )
 )
 
@@ -1006,8 +1014,7 @@ lab.read(
     "Even packed, a row of 65,536 columns needs an SM to itself, and the kernel reaches "
     f"{long[0]:.0f} % of a copy. "
     + (
-        "Weight and bias, loaded again for every row, account for much of the gap: "
-        f"without them it reaches {long[1]:.0f} %."
+        "Weight and bias, loaded again for every row, account for much of the gap."
         if long[1] - long[0] >= 0.4 * (100 - long[0])
         else "Without weight and bias, which are loaded again for every row, the same kernel "
         f"reaches {long[1]:.0f} %."
@@ -1133,7 +1140,7 @@ name_of_best, best_other = max(
     key=lambda one: one[1],
 )
 lab.read(
-    "At 262,144 columns in bfloat16, shared by 32 programs, the split kernel reaches "
+    "At 262,144 columns in bfloat16, the split kernel reaches "
     f"{parted:.0f} % of the speed of a copy, "
     + (
         f"against {best_other:.0f} % for {name_of_best}, the next best."
@@ -1435,36 +1442,41 @@ def in_short(dtype):
     return slowest, ours[slowest], others // 1
 
 
-def beaten_at(dtype):
-    """Where a library is ahead of the operator in a dtype by more than 1 %."""
-    lost = [row for row in losses if row["dtype"] == dtype]
-    if not lost:
+def beaten():
+    """In how many cases a library is ahead of the operator by more than 1 %, and by how much."""
+    if not losses:
         return "No library is more than 1 % faster."
-    its, ours = max(
-        ((row["its %"], row["our %"]) for row in lost),
-        key=lambda both: both[0] - both[1],
-    )
+    leads = []
+    for row in losses:
+        where = {"dtype": row["dtype"], "columns": row["columns"]}
+        ours = forward.share("Kernel Book", **where)
+        leads.append(100 * (forward.best_peer(**where)[1] / ours - 1))
+    cases = len(in_dtypes) * len(COLUMNS)
+    names = " or ".join(sorted({row["library"] for row in losses}))
     return (
-        f"Only at {' and '.join(format(row['columns'], ',') for row in lost)} columns is a library "
-        f"more than 1 % faster: {' or '.join(sorted({row['library'] for row in lost}))} reaches "
-        f"{'up to ' * (len(lost) > 1)}{its} % and the operator {ours}."
+        f"A library is more than 1 % faster in {'only ' * (3 * len(losses) < cases)}{len(losses)} "
+        f"of {cases} cases, listed in the fold: {names}, by {'up to ' * (len(losses) > 1)}"
+        f"{max(leads):.0f} %."
     )
 
 
 slowest, least, others = in_short("bfloat16")
 name, peer = forward.best_peer(dtype="bfloat16", columns=slowest)
+in_float32 = in_short("float32")[1] // 1
 lab.read(
     f"**In bfloat16 the operator stays above {others:.0f} % of the speed of a copy, except at "
-    f"{slowest:,} columns**, where it reaches {least:.0f} %, against {100 * peer:.0f} for the "
-    f"fastest library, {name}. {beaten_at('bfloat16')} {about_quack(forward)}"
-)
-
-# %%
-
-# Reading
-slowest, least, others = in_short("float32")
-lab.read(
-    f"In float32, the operator reaches at least {least:.0f} %. " + beaten_at("float32")
+    f"{slowest:,} columns**, where it reaches {least:.0f} %, "
+    + (
+        "still more than any library. "
+        if least > 100 * peer
+        else f"against {100 * peer:.0f} for the fastest library, {name}. "
+    )
+    + (
+        "In float32 it does so at every length. "
+        if in_float32 == others
+        else f"In float32 it stays above {in_float32:.0f} %. "
+    )
+    + beaten()
 )
 
 # %%
@@ -1514,7 +1526,8 @@ lab.together(
         "float32 only; the others get them in the dtype of `x`. Two timings of our kernels in "
         "bfloat16, taken from this chapter's figures and tables, differ by up to "
         f"{scatter:.1f} points. In float32 the small kernel with the correction stays within "
-        f"{apart:.1f} points of the operator up to 8,192 columns.{quack_elsewhere(forward)}"
+        f"{apart:.1f} points of the operator up to 8,192 columns. {about_quack(forward)}"
+        f"{quack_elsewhere(forward)}"
     ),
 )
 
@@ -1598,14 +1611,17 @@ called, alone, theirs, theirs_alone = (
 lab.read(
     "The figures time the GPU alone. With the host included, "
     + (
-        f"**our call takes {called[0]:.0f} µs for 16 rows of 1,024 columns, and PyTorch's "
-        f"{theirs[0]:.0f}**, because ours is prepared in Python instead of C++"
+        f"**our smallest call takes {called[0]:.0f} µs, and PyTorch's {theirs[0]:.0f}**, because "
+        "ours is prepared in Python instead of C++. "
         if called[0] > theirs[0]
-        else f"our call takes {called[0]:.0f} µs for 16 rows of 1,024 columns, and PyTorch's "
-        f"{theirs[0]:.0f}"
+        else f"our smallest call takes {called[0]:.0f} µs, and PyTorch's {theirs[0]:.0f}. "
     )
-    + f". In a CUDA graph, which replays prepared launches, the two take {alone[0]:.0f} and "
-    f"{theirs_alone[0]:.0f} µs."
+    + (
+        "In a CUDA graph, which replays prepared launches, ours is no slower."
+        if alone[0] <= 1.02 * theirs_alone[0]
+        else "In a CUDA graph, which replays prepared launches, the two take "
+        f"{alone[0]:.0f} and {theirs_alone[0]:.0f} µs."
+    )
 )
 
 
@@ -1691,8 +1707,12 @@ even = {
     for name in ("PyTorch", "torch.compile", "Kernel Book")
 }
 ours = {n: of["Kernel Book"] for n, of in shares.items()}
-beaten = {
-    name: [f"{n:,}" for n, of in shares.items() if of[name] > 1.01 * ours[n]]
+ahead_at = {  # by how many points, where it is more than 1 %
+    name: {
+        f"{n:,}": round(of[name]) - round(ours[n])
+        for n, of in shares.items()
+        if of[name] > 1.01 * ours[n]
+    }
     for name in ("PyTorch", "torch.compile")
 }
 
@@ -1701,12 +1721,17 @@ beaten = {
 # Reading
 lab.read(
     "**Rows whose length is not a multiple of 16 can be much slower.** At 4,101 columns, where its "
-    f"threads must load single numbers, our kernel falls to {ours[4101]:.0f} % of a copy, and "
-    f"PyTorch's to {shares[4101]['PyTorch']:.0f}. "
+    f"threads must load single numbers, our kernel falls to {ours[4101]:.0f} % of a copy"
+    + (
+        ", and PyTorch's does no better. "
+        if shares[4101]["PyTorch"] <= 1.01 * ours[4101]
+        else f", and PyTorch's to {shares[4101]['PyTorch']:.0f}. "
+    )
     + " ".join(
-        f"{name} is faster at {' and '.join(lengths)} columns."
-        for name, lengths in beaten.items()
-        if lengths
+        f"{name} is faster at {' and '.join(leads)} columns, by "
+        f"{'up to ' * (len(leads) > 1)}{max(leads.values())} points."
+        for name, leads in ahead_at.items()
+        if leads
     )
 ) if ours else None
 
@@ -1771,18 +1796,10 @@ lab.together(
 # %%
 # What breaks it
 # --------------
-
-# Reading
-lab.read(
-    "Three mistakes make layer norm silently wrong. The first two appeared above: the variance "
-    f"from squares was {by_squares['from squares']} instead of {by_squares['true variance']}, and "
-    "an uncorrected mean turned rows of equal numbers into outputs of up to "
-    f"{obvious.replace('zero', '0')} instead of 0."
-)
-
-# %%
-# The third is to omit ``tl.where``. Each zero of the padding, which here fills up a block of 1,024,
-# then adds the square of the mean:
+#
+# Three mistakes make layer norm silently wrong. The first two appeared above: to compute the
+# variance from squares, and to leave the mean uncorrected. The third is to omit ``tl.where``. Each
+# zero of the padding, which here fills up a block of 1,024, then adds the square of the mean:
 #
 # .. code-block:: python
 #
@@ -1837,8 +1854,7 @@ y, wrong = (
 missed = ((wrong - y).abs() > 1e-3 + 1e-3 * y.abs()).double().mean().item()
 lab.read(
     "Rows without padding hide the third mistake, and rows from `torch.randn` nearly do, "
-    "because their means are close to 0: a test of 33 such rows of 1,000 columns, with a tolerance "
-    "of 0.001, finds "
+    "because their means are close to 0: a test of 33 such rows, with a tolerance of 0.001, finds "
     + ("nothing." if missed == 0 else f"{100 * missed:.1f} % of the elements wrong.")
     + " Test with padding and a mean that is not 0."
 )

@@ -7,11 +7,11 @@ Hopper GPU, dedicated units carry out the loads and the matmuls, and a warp spen
 waiting for one or the other. *What does a kernel gain if some warps only load and the others only
 multiply, and what can go wrong between them?*
 
-The matmul of this chapter gains nothing. The best loop without roles (third bar) is at least as
-fast, because its steps already keep the tensor cores busy, and Triton's ``tl.dot`` is no slower
-either. But roles relieve the multiplying warps of asking for tiles, and attention could spend that
-time on its softmax. We therefore make a matmul fast without roles, add roles, find out why they
-gain nothing there, and break them on purpose, before the next chapter takes them to attention.
+The matmul of this chapter gains nothing, because the steps of the best loop without roles (third
+bar) already keep the tensor cores busy. That loop and Triton's ``tl.dot`` are even slightly faster.
+But roles relieve the multiplying warps of asking for tiles, and attention could spend that time on
+its softmax. We therefore make a matmul fast without roles, add roles, find out why they do not
+help, and break them on purpose, before the next chapter takes them to attention.
 
 You will learn
 
@@ -88,15 +88,14 @@ step_bytes = 2 * BLOCK_K * (BLOCK_M + BLOCK_N)
 flops_per_cycle = 4096  # of the tensor cores of an SM
 step_cycles = step_flops / flops_per_cycle
 lab.read(
-    f"A step does {step_flops / 1e6:.1f} MFLOP. At {flops_per_cycle:,} FLOP per cycle, it keeps "
-    f"the tensor cores of an SM busy for {step_cycles:,.0f} cycles. The "
-    f"{step_bytes / 1024:.0f} KiB of the next step must arrive within these cycles, or the tensor "
-    "cores wait."
+    f"At {flops_per_cycle:,} FLOP per cycle, the {step_flops / 1e6:.1f} MFLOP of a step keep the "
+    f"tensor cores of an SM busy for {step_cycles:,.0f} cycles. The {step_bytes / 1024:.0f} KiB of "
+    "the next step must arrive within them, or the tensor cores wait."
 )
 
 # %%
-# The bars above form a ladder of four rungs, the first three without roles. On every rung the copy
-# engine loads the tiles and the warps wait for it at a barrier, so we begin with these two.
+# The bars above form a ladder of four rungs. On every rung the copy engine loads the tiles and the
+# warps wait for it at a barrier, so we begin with these two.
 #
 # A copy engine that loads tiles
 # ------------------------------
@@ -140,8 +139,8 @@ def copy_kernel(x_desc, y_desc):
 # A barrier that counts in phases
 # -------------------------------
 #
-# The copy waits once, but a loop waits at the same barrier again and again. It can, because a
-# barrier counts in *phases*. A phase ends when the expected number of threads has arrived **and**
+# The copy kernel waits once, but a loop waits at the same barrier again and again. It can, because
+# a barrier counts in *phases*. A phase ends when the expected number of threads has arrived **and**
 # the expected number of bytes has been written; the next one then begins by itself, with the count
 # that ``init`` has set.
 #
@@ -213,9 +212,8 @@ lab.sketch(
 #    :class: kb-key
 #
 #    One bit cannot tell phase 2 from phase 0. A thread that asks for phase 2 while phase 1 is still
-#    running passes at once, because phase 0 had the same parity. A thread that asks one phase too
-#    late waits for the next phase of that parity, which may never end. Nothing reports either
-#    mistake.
+#    running passes at once, because phase 0 had the same parity. A thread that asks for phase 1
+#    after phase 2 has ended waits for phase 3, which may never end. Nothing reports either mistake.
 
 # Measuring
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
@@ -544,8 +542,8 @@ lab.sketch(
 
 # %%
 # All three rungs share this loop; before it, the kernel asks for the tiles of the first ``STAGES``
-# steps. ``IN_FLIGHT`` is 0 in rungs 1 and 2, and 1 in rung 3; ``acc`` holds the accumulators. Our
-# ``fetch`` announces a step's tiles and asks for them if its last argument is true.
+# steps. ``IN_FLIGHT`` is 1 in rung 3 and otherwise 0; ``acc`` holds the accumulators. Our ``fetch``
+# announces a step's tiles and asks for them if its last argument is true.
 #
 # .. literalinclude:: warps_with_roles.py
 #    :language: python
@@ -554,8 +552,8 @@ lab.sketch(
 #    :dedent:
 #
 # In rung 3, for example, step 5 refills the slot of step 4 with the tiles of step 7. One barrier
-# per slot is enough here: the warps that read a slot also refill it, and Triton makes all eight
-# meet before one thread asks.
+# per slot is enough here, because the warps that read a slot also refill it, and Triton makes all
+# eight meet before one thread asks.
 
 
 # Whole: the loop of rungs 1 to 3
@@ -787,7 +785,7 @@ lab.table(
 #
 # Written as Python generators, both roles run without a GPU. Each ``yield`` names a barrier and the
 # parity for which the role waits, and a short scheduler (in the script) resumes the role when the
-# barrier lets it pass. Both roles run to their end.
+# barrier lets it pass. Both run to their end.
 
 
 def loader(full, empty, n, slots):
@@ -999,16 +997,16 @@ lab.together(
 # Rung 4: a loader and two consumers
 # ----------------------------------
 #
-# For a fair comparison, rung 4 uses the tiles of rungs 1 to 3. It needs two consumers, because each
-# thread of a single one would hold 256 accumulators, and a thread has at most 255
+# For a fair comparison, rung 4 uses the tiles of the rungs before it. It needs two consumers,
+# because each thread of a single one would hold 256 accumulators, and a thread has at most 255
 # :term:`registers <register>`. Two things are new:
 #
 # - **Two consumers release a slot.** It is empty when both have read it, so its barrier counts two:
 #   ``mbarrier.init(empty.index(s), count=2)``. With a count of one, each tile would end two phases
 #   and leave the parity unchanged: in our model all three roles then wait for ever.
-# - **Registers change hands.** The loader needs hardly any, so the consumers get its share. All
-#   threads start with 168. We ask for 24 in the loader and 240 in consumer 1; consumer 0 gets the
-#   rest: 3 × 168 = 240 + 240 + 24.
+# - **Registers change hands.** All threads start with equally many. The loader, which counts as a
+#   third warpgroup, needs hardly any, so the consumers get most of its share:
+#   3 × 168 = 240 + 240 + 24. We ask for consumer 1's and the loader's; consumer 0 gets the rest.
 #
 # .. code-block:: python
 #
@@ -1340,7 +1338,8 @@ def drawn_gains(axes, rows):
         ]
         axes.errorbar(
             middle, at, xerr=spread, fmt="os^"[place], markersize=3.5, capsize=3,
-            color=lab.colour(("one buffer", "ring", "Kernel Book")[place]), label=f"n = {n:,}",
+            color=lab.colour(("one buffer", "ring", "Kernel Book")[place]),
+            label=f"{'' if place else 'n = '}{n:,}",
         )  # fmt: skip
     axes.axvline(100, color="#59636e", linestyle="--", linewidth=1)
     axes.set_yticks(range(len(LABELS)), list(LABELS.values()))
@@ -1391,8 +1390,7 @@ like_dot = all(
     abs(at_size("tl.dot", n) / at_size("one in flight", n) - 1) < SCATTER for n in SIZES
 )
 lab.read(
-    f"At size {SIZES[-1]:,} cuBLAS reaches {sizes_of[SIZES[-1]]:.0f} TFLOP/s. "
-    + (
+    (
         "At every size, most of the gain comes from the ring and the rest from the matmul in "
         "flight. "
         if by_ring
@@ -1403,6 +1401,7 @@ lab.read(
         if like_dot
         else f"`tl.dot` reaches {of_cublas('tl.dot', 8192):.0f} % of cuBLAS at size 8,192."
     )
+    + f" At size {SIZES[-1]:,}, 100 % is {sizes_of[SIZES[-1]]:.0f} TFLOP/s."
 )
 
 # %%
@@ -1459,16 +1458,15 @@ def beside_the_loop():
         spread_of("one in flight", n)[1] < spread_of("roles", n)[0] for n in SIZES
     )
     return (
-        "**Roles gain nothing:** rung 4 is "
-        f"{least:.1f} to {most:.1f} % slower than rung 3, and "
+        f"**Roles gain nothing:** rung 4 is up to {most:.1f} % slower than rung 3, and "
         + (
-            "the whiskers do not overlap."
+            "the whiskers do not overlap at any size."
             if apart
             else "at some sizes the whiskers overlap."
         )
         + (
-            " The loss seems to occur at a program's start or end, because a program loses about "
-            "as much with few steps as with many; nothing here isolates which."
+            " A program loses about as much with few steps as with many, so perhaps at its start "
+            "or end; nothing here isolates the cause."
             if lost
             else ""
         )
@@ -1481,8 +1479,8 @@ lab.read(beside_the_loop())
 # Why roles gain nothing here
 # ---------------------------
 #
-# A clock inside the kernels shows why: one program reads it before and after each wait. Each bar is
-# the median of ten steps, taken once the ring has filled.
+# One program reads a clock before and after each wait. Each part of a bar is the median of ten
+# steps, taken once the ring has filled.
 
 
 # Measuring
@@ -1641,7 +1639,7 @@ def drawn_step(axes, rows):
     name_lanes(axes, rows, "everything else")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.set(
-        xlim=(0, 1750),
+        xlim=(0, 1700),
         xlabel=f"cycles per step; dashed: the minimum, {step_cycles:,.0f}",
     )
 
@@ -1686,19 +1684,18 @@ own_matmul = part(RING, "waits for a matmul")
 in_roles = max(cycles.get(lane, nan) for lane in ROLES)
 least_step = max(ahead, in_roles) < 1.01 * step_cycles
 lab.read(
-    f"A step takes at least the {step_cycles:,.0f} cycles of its matmul. "
-    + (
-        f"In rung 2 the tensor cores then sit idle for {bare - step_cycles:,.0f} more, because the "
-        "warps issue the next matmul only after they have waited for this one, asked for tiles and "
-        "passed the barrier. "
-        if abs(own_matmul / step_cycles - 1) < 0.02
-        else f"Rung 2 takes {bare:,.0f}. "
+    (
+        "**Roles have nothing to fill:** in rungs 3 and 4 a step takes only the cycles of its "
+        "matmul (dashed), so the tensor cores are never idle in it. "
+        if least_step and round(ahead) == round(in_roles)
+        else f"In rung 3 a step takes {ahead:,.0f} cycles, and with roles up to {in_roles:,.0f}. "
     )
     + (
-        f"**In rungs 3 and 4 a step takes {ahead:,.0f}: the tensor cores are never idle in it, "
-        "which leaves roles no idle time to fill.**"
-        if least_step and round(ahead) == round(in_roles)
-        else f"Rung 3 takes {ahead:,.0f}, and with roles a step takes up to {in_roles:,.0f}. "
+        f"In rung 2 the tensor cores are idle for {100 * (1 - step_cycles / bare):.0f} % of a "
+        "step, because the warps issue the next matmul only after they have waited for this one, "
+        "asked for tiles and passed the barrier."
+        if abs(own_matmul / step_cycles - 1) < 0.02
+        else f"Rung 2 takes {bare:,.0f}."
     )
 )
 
@@ -1712,7 +1709,7 @@ lab.read(
         if min(at_barrier) > 50
         else "The consumers, too, wait at a barrier (grey)"
     )
-    + ". The tensor cores do not wait with them: a consumer issues its next matmul while the "
+    + ", but the tensor cores do not wait, because a consumer issues its next matmul while the "
     "previous one is still running."
     if least_step
     else f"In rung 4 a step takes up to {in_roles:,.0f} cycles, against a minimum of "
@@ -1738,9 +1735,9 @@ rounds = rounds_of(4096) if climbed.rows else nan
 noted, noted_of_loop = (rounds * (4096 // BLOCK_K) * n / 1e3 for n in (bare, ahead))
 expected = (noted + in_loop - noted_of_loop) / in_loop  # starts and ends are the loop's
 lab.read(
-    f"**A caution.** Rung 2's whole matmul takes {in_cycles:.2f} times the cycles of rung 3's, but "
-    f"its traced steps suggest {expected:.2f} times. Reading the clock may lengthen them, or the "
-    "other steps may be shorter; this run does not show which."
+    "**A caution.** The traced steps overstate rung 2's lag: by them, its whole matmul would take "
+    f"{expected:.2f} times the cycles of rung 3's; it takes {in_cycles:.2f} times. Reading the "
+    "clock may lengthen a step, or other steps may be shorter; this run does not show which."
     if expected > in_cycles + SCATTER
     else f"**A caution.** A traced step of rung 2 is {slower:.2f} times as long as one of rung 3, "
     f"but its whole matmul takes only {longer:.2f} times as long. This run does not show why."
@@ -1782,9 +1779,12 @@ lab.together(
     lab.draw(trace, "Sixteen steps, without and with roles", said, drawn_trace),
     lab.read(
         f"The program belongs to a matmul of size 4,096, and we trace the first {TRACE} of its "
-        f"{4096 // BLOCK_K} steps. The medians cover steps 5 to {TRACE - 2}. The warps of rung 3 "
-        f"wait for {share(LOOP, *BOTH):.0f} % of a step, and a consumer for {least_waits:.0f} % or "
-        "more, because after issuing a matmul it must wait for the previous one."
+        f"{4096 // BLOCK_K} steps. The medians cover steps 5 to {TRACE - 2}."
+    ),
+    lab.read(
+        "After issuing a matmul, warps must wait for the previous one. A consumer therefore waits "
+        f"for {least_waits:.0f} % of a step or more, and the warps of rung 3 for "
+        f"{share(LOOP, *BOTH):.0f} %."
     ),
     lab.read(
         (
@@ -1815,39 +1815,40 @@ lab.together(
     ),
     whole,
     lab.read(
-        f"At size 4,096, rung 2's whole matmul takes {longer:.2f} times as long as rung 3's"
-        + (
-            f" but {in_cycles:.2f} times as many cycles, because its clock ran "
-            f"{100 * (faster - 1):.0f} % faster. "
-            if faster > 1.02
-            else f" and {in_cycles:.2f} times as many cycles. "
-        )
-        + (
-            f"If every step took as long as the traced ones, the {rounds:.0f} rounds of programs "
-            f"would take {noted:,.0f} thousand cycles in rung 2 and {noted_of_loop:,.0f} thousand "
-            "in rung 3. We count the rest of rung 3's cycles as starts and ends, and expect as "
-            "many in rung 2. "
-            if expected > in_cycles + SCATTER
-            else ""
-        )
-        + f"Over rung 3's whole matmul the tensor cores are busy for {busy:.0f} % of the cycles. "
+        "A faster clock hides part of rung 2's extra cycles: at size 4,096 its whole matmul takes "
+        f"{in_cycles:.2f} times the cycles of rung 3's, but {longer:.2f} times the time."
+        if in_cycles > longer and faster > 1.02
+        else f"At size 4,096 rung 2's whole matmul takes {in_cycles:.2f} times the cycles of rung "
+        f"3's, and {longer:.2f} times the time."
+    )
+    if counted
+    else None,
+    lab.read(
+        "The caution rests on an estimate. If every step took as long as the traced ones, the "
+        f"{rounds:.0f} rounds of programs would take {noted:,.0f} thousand cycles in rung 2 and "
+        f"{noted_of_loop:,.0f} thousand in rung 3. We count the rest of rung 3's cycles as starts "
+        "and ends, and expect as many in rung 2."
+    )
+    if counted and expected > in_cycles + SCATTER
+    else None,
+    lab.read(
+        f"Over rung 3's whole matmul the tensor cores are busy for {busy:.0f} % of the cycles. "
         "Programs that compute several tiles of `c`, one after another, might use some of the "
         "rest; we have not tested this."
     )
     if counted
     else None,
     lab.read(
-        "At the three sizes, an SM runs up to "
-        f"{', '.join(f'{rounds_of(n):.0f}' for n in SIZES[:-1])} and {rounds_of(SIZES[-1]):.0f} "
-        f"programs one after another. Each loses {min(lost):.1f} to {max(lost):.1f} µs to roles, "
-        f"whether it takes {SIZES[0] // BLOCK_K} steps or {SIZES[-1] // BLOCK_K}."
+        f"Each program loses {min(lost):.1f} to {max(lost):.1f} µs to roles, whether it takes "
+        f"{SIZES[0] // BLOCK_K} steps or {SIZES[-1] // BLOCK_K}. At the three sizes, an SM runs up "
+        f"to {', '.join(f'{rounds_of(n):.0f}' for n in SIZES[:-1])} and "
+        f"{rounds_of(SIZES[-1]):.0f} of them one after another."
     )
     if lost
     else None,
     lab.read(
-        f"During cuBLAS's matmul of size 8,192 the clock ran at {cublas_mhz:,.0f} MHz, at which "
-        f"the tensor cores could do {peak_then:,.0f} TFLOP/s. cuBLAS reaches "
-        f"{100 * sizes_of[8192] / peak_then:.0f} % of this."
+        f"At size 8,192 cuBLAS reaches {100 * sizes_of[8192] / peak_then:.0f} % of what the tensor "
+        f"cores could do at its clock: {peak_then:,.0f} TFLOP/s at {cublas_mhz:,.0f} MHz."
     )
     if counted
     else None,
@@ -1857,10 +1858,10 @@ lab.together(
 
 # Reading
 lab.read(
-    "**Roles do give the consumers time.** In rung 3 the warps ask for tiles during "
-    f"{share(LOOP, 'asks for tiles'):.0f} % of each step; in rung 4 the consumers never do. This "
-    "matmul has nothing to compute in the time gained, but attention has its softmax, which one "
-    "consumer can compute while the tensor cores multiply for the other. The next chapter measures "
+    "**Roles do free the consumers.** In rung 3 the warps ask for tiles during "
+    f"{share(LOOP, 'asks for tiles'):.0f} % of each step, and all eight meet before they ask; in "
+    "rung 4 the consumers do neither. A matmul cannot use this, but in attention one consumer can "
+    "compute its softmax while the tensor cores multiply for the other. The next chapter measures "
     "how much of it fits."
 )
 
@@ -1927,16 +1928,19 @@ lab.together(
     ),
     lab.read(
         "In the figure, one pause stands for the matmuls (the bars) and another for the rest (the "
-        f"gaps). Left alone, consumer 1 multiplies during {free:.0f} % of consumer 0's matmuls, "
-        f"and in turns during {taken:.0f} %."
+        "gaps). "
         + (
-            " The two barriers, 9 and 10, thus keep them apart. Before its loop, consumer 1 "
-            "arrives at the barrier of consumer 0, or both would wait for ever."
+            "The two barriers, 9 and 10, keep the consumers apart: left alone, consumer 1 "
+            f"multiplies during {free:.0f} % of consumer 0's matmuls, and in turns during "
+            f"{taken:.0f} %. Before its loop, consumer 1 arrives at the barrier of consumer 0, or "
+            "both would wait for ever."
             if taken < 10 < free
-            else " In this run the consumers alternated even without barriers, so it does not show "
-            "what the barriers are for."
+            else "In this run the consumers alternated even without barriers, so it does not show "
+            f"what the barriers are for: their matmuls overlap by {free:.0f} % without, and by "
+            f"{taken:.0f} % with them."
             if free < 10
-            else ""
+            else f"Left alone, consumer 1 multiplies during {free:.0f} % of consumer 0's matmuls, "
+            f"and in turns during {taken:.0f} %."
         )
     ),
 )
@@ -1948,8 +1952,8 @@ lab.together(
 # The price of roles is two barriers per slot that must be exactly right. To see what a mistake
 # does, we let a loader pass six tiles through two slots to a consumer, which adds them up. Every
 # element of tile ``i`` is :math:`10^i`, so each digit of the sum, from the right, counts how often
-# a tile was added; the correct sum is 111111. We kill a kernel that hangs, and the table shows
-# where each role was stuck. In the consumer's loop, ``pause`` stands for other work:
+# a tile was added. We kill a kernel that hangs, and the table shows where each role was stuck. In
+# the consumer's loop, ``pause`` stands for other work:
 #
 # .. code-block:: python
 #
@@ -2175,8 +2179,13 @@ def added(times):
 
 lab.read(
     "**A race.** With line 4 before line 2 the sum is wrong, because the loader refills slots that "
-    f"have been released but not yet read. From the right, {early} says that tiles {added('0')} "
-    f"were never added and tiles {added('2')} were added twice."
+    "have been released but not yet read. "
+    + (
+        "The first two tiles were never added, and the last two were added twice."
+        if early == "221100"
+        else f"From the right, {early} says that tiles {added('0')} were never added and tiles "
+        f"{added('2')} were added twice."
+    )
     if wrong == ["releases before it reads"] and re.fullmatch("[012]{6}", early)
     else f"**A race.** A wrong sum comes from {listed(wrong)}."
 )
@@ -2216,8 +2225,8 @@ reached = sorted(
 )
 lab.read(
     f"With one matmul in flight we reach {reached[0].strip()} to {reached[-1].strip()} % of "
-    "the speed of cuBLAS, with or without roles, because the loop already keeps the tensor cores "
-    "busy. Roles can pay where a loop has something to compute between its matmuls, as in the next "
+    "the speed of cuBLAS. Roles do not help, because the steps keep the tensor cores busy without "
+    "them. They can pay where a loop has something to compute between its matmuls, as in the next "
     "chapter."
 )
 

@@ -750,7 +750,7 @@ def two_sweeps():
             f"iteration. Each pair of tiles takes {len(matmuls.split())} matmuls, {total} in all, "
             f"and each program writes its own {makes}."
         )
-    legend = "with a stroke: masked; dashed: never computed"
+    legend = "diagonal line: masked; dashed: never computed"
     add(text(12, 318, legend, MUTED, "start", size=12))
     return drawing
 
