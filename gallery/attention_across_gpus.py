@@ -106,7 +106,7 @@ lab.listing(
 # After as many steps as there are ranks, every query has met every key. This is *ring attention*,
 # by Liu, Zaharia and Abbeel. Let one process first play all ranks in turn, without a mask:
 # ``travelling[rank]`` holds the keys and values that a rank has now, and ``found[rank]`` its output
-# so far with its lse. ``reference.attention``, the formula in PyTorch, returns both:
+# and lse so far. ``reference.attention``, the formula in PyTorch, returns both:
 
 
 def ring_in_turn(parts):
@@ -232,7 +232,7 @@ lab.sketch(
     "same area together, and in each step half of the scores of its pieces.",
     both_masks,
     panels=2,
-    height=3.1,
+    height=3.3,
 )
 
 # %%
@@ -502,7 +502,7 @@ lab.sketch(
     "heads. Before the exchange each of four ranks holds a row, and after it a column.",
     both_states,
     panels=2,
-    height=2.9,
+    height=3.3,
 )
 
 # %%
@@ -513,9 +513,9 @@ lab.source(ring._exchange)
 # %%
 # **When to choose it.** The number of ranks must divide the numbers of query heads and of key
 # heads. If these are equal, a rank sends :math:`(W - 1) / W` of each of ``q``, ``k``, ``v`` and
-# ``out`` in the forward pass. In the ring it sends ``k`` and ``v`` :math:`W - 1` times,
-# :math:`W / 2` times as many bytes, but computes meanwhile. By this count, all to all suits short
-# parts on many ranks, and the ring long parts, whose transfers hide.
+# ``out`` in the forward pass. In the ring it sends ``k`` and ``v`` in each of :math:`W - 1` steps,
+# which is :math:`W / 2` times as many bytes, but it computes meanwhile. By this count, all to all
+# suits short parts on many ranks, and the ring long parts, whose transfers hide.
 
 # %%
 # Is it right?
@@ -523,8 +523,8 @@ lab.source(ring._exchange)
 #
 # We compare the outputs and gradients of both methods with float64 on two ranks; three and four
 # ranks run only in the package's tests. The tolerance is four times the error of PyTorch's
-# attention on one device, or two :term:`ulps <ulp>` where that is more, because the sum of two
-# parts is rounded to 16 bits three times: each term, then the sum. One rounding is to spare.
+# attention on one device, or two :term:`ulps <ulp>` where that is more, because two terms and their
+# sum are each rounded to 16 bits, by up to half an ulp.
 
 # Measuring
 METHODS = {
@@ -603,8 +603,8 @@ checked
 # 2. *zig-zag*: the same with two pieces per rank, one from either end;
 # 3. *zig-zag, transfers hidden*: keys and gradients travel while the rank computes.
 #
-# Both passes run under a causal mask, with 16 heads of 128 in bfloat16. A bar is the median of
-# three rounds, each as long as its slowest rank.
+# Both passes run under a causal mask, with 16 heads of 128 in bfloat16, and ``seqlen`` counts the
+# tokens of all ranks. A bar is the median of three rounds, each as long as its slowest rank.
 
 # Measuring
 ROUNDS = 1 if TINY else 3
@@ -866,12 +866,12 @@ lab.read(
         else f"; counting scores promised {promised:.2f}. "
     )
     + (
-        "On shorter ones, where it gains less, the transfers and launches that the count leaves "
-        "out weigh more. "
+        "It gains less on shorter ones, probably because the count leaves out transfers and "
+        "launches. "
         if max(balanced[n] for n in LENGTHS[:-1]) < balanced[last] < promised
         else ""
     )
-    + f"The time of all to all stays within {numpy.ceil(exchanged):.0f} % of zig-zag's"
+    + f"The time of all to all is within {numpy.ceil(exchanged):.0f} % of zig-zag's"
     + (
         ", although in both passes together it sends half as many bytes; we did not look for the "
         "reason."
@@ -916,7 +916,6 @@ def points_at(lengths, units):
 
 
 ours_took, zigzag_took = (rounds_of(name, first) for name in ("Kernel Book", "zig-zag"))
-scattered = ours_took[1] - ours_took[0] > 2 * (zigzag_took[1] - zigzag_took[0])
 changes = [
     f"{verb} {points_at(lengths, units)}"
     for verb, lengths, units in (
@@ -928,14 +927,13 @@ changes = [
 lab.read(
     (f"**Hiding the transfers {' but '.join(changes)}.** " if changes else "")
     + (
-        f"There, {'its rounds differ more, and ' * scattered}waiting for them is the better "
-        "choice; we did not look for the reason. "
+        "There, waiting for each transfer is the better choice; we did not look for the reason. "
         if given_up == [first]
         else ""
     )
     + (
-        f"{' and '.join(map(on_length, in_doubt)).capitalize()}, the change is smaller than the "
-        "difference between two measurements of our ring."
+        f"{' and '.join(map(on_length, in_doubt)).capitalize()}, the change is within the noise: "
+        "two measurements of our ring differ by more."
         if in_doubt
         else ""
     )
@@ -1078,15 +1076,16 @@ def share_in_words(x):
 
 
 alone_take = (
-    f"on the shortest sequence, the kernels take {share_in_words(by_kernels / ring_ms)} of the "
-    f"ring's time when timed one at a time, and the host {share_in_words(ring_cost / ring_ms)}"
+    "on the shortest sequence, the kernels, timed one at a time, take "
+    f"{share_in_words(by_kernels / ring_ms)} of the ring's time and the host "
+    f"{share_in_words(ring_cost / ring_ms)}"
 )
 lab.read(
     ("**Short sequences scale worse in every version.** " if lost else "")
     + (
         f"Neither the kernels nor the host explains this alone: {alone_take}"
         + (
-            ", so speeding up one alone would not give linear scaling."
+            f", while linear scaling allows {100 * ideal_ms / ring_ms:.0f} %."
             if min(by_kernels, ring_cost) > ideal_ms
             else "."
         )
@@ -1532,16 +1531,16 @@ lab.read(
         else ". "
     )
     + (
-        f"Hiding shortens the call by {saved:.0f} %"
+        f"Under the profiler, which slows the host, hiding shortens the call by {saved:.0f} %"
         + (
-            f", although the computation takes {slowed:.1f} ms longer. "
+            f", although the computation takes {slowed:.1f} ms longer."
             if slowed > 0.05
-            else ". "
+            else "."
         )
         if saved >= 1
-        else f"Hiding changes the length of the call by {-saved:+.0f} %. "
+        else "Under the profiler, which slows the host, hiding changes the length of the call by "
+        f"{-saved:+.0f} %."
     )
-    + "The profiler slows the host, so without it the change may be larger or smaller."
     if schedule.rows or schedule.provenance is None
     else "The profiler saw no kernel on this machine."
 )
@@ -1567,8 +1566,7 @@ lab.read(
 #    :class: kb-key
 #
 #    What counts is the number of tokens *per rank*: the scores grow with its square, but the bytes
-#    only with the number itself. Neither the head size matters nor, with more than two ranks, how
-#    many there are.
+#    only in proportion to it. Neither the head size nor, beyond two, the number of ranks matters.
 #
 # In the backward pass, a step does 2.5 times the FLOPs. With more than two ranks it sends three
 # times the bytes, because the gradients travel with the keys, in 32 bits. The factor 2 thus becomes
@@ -1656,29 +1654,18 @@ def hidden_from(which, link):
 links = re.search(r"NV(\d+)", of_record.get("interconnect", ""))
 per_link = 25 if re.search("V100|A100|H100|H200", of_record.get("gpu", "")) else None
 joined = "NVLink" if links else "the connection"
-parts_of_it = {
-    4: "a quarter",
-    5: "a fifth",
-    6: "a sixth",
-    7: "a seventh",
-    8: "an eighth",
-}
 lab.read(
     "**By the formula, a ring of more than two ranks hides all transfers but the last from "
     f"{round(hidden_from('backward', bandwidth), -2):,.0f} tokens per rank over {joined}, and from "
     f"{round(hidden_from('backward', NETWORK), -3):,.0f} over a network card.** "
+    + f"Steps of the backward pass reach {flops['backward'] / 1e12:.0f} TFLOP/s (S). "
     + (
-        "NVLink, NVIDIA's connection between the GPUs of a host, joins ours. "
+        "NVLink, NVIDIA's connection between the GPUs of a host, carries "
         if links
-        else ""
+        else "The connection carries "
     )
-    + "A 400 Gb/s card between hosts carries at most "
-    + (
-        f"about {parts_of_it[round(bandwidth / NETWORK)]} of the {bandwidth / 1e9:.0f} GB/s that "
-        f"we measured over {joined}."
-        if 3.5 < bandwidth / NETWORK < 8.5
-        else f"{NETWORK / 1e9:.0f} GB/s; we measured {bandwidth / 1e9:.0f} over {joined}."
-    )
+    + f"{bandwidth / 1e9:.0f} GB/s (B), and a 400 Gb/s card between hosts at most "
+    f"{NETWORK / 1e9:.0f} GB/s."
 )
 
 # %%
@@ -1710,11 +1697,9 @@ lab.together(
         f"{'every transfer' if always else 'some but not all transfers'} of the forward pass; a "
         "network card at full speed hides "
         + (f"none at {' and '.join(too_long)}. " if too_long else "every one too. ")
-        + "The formula uses the speeds of the largest step and the largest transfer: "
-        f"{flops['backward'] / 1e12:.0f} TFLOP/s in the backward pass and {bandwidth / 1e9:.0f} "
-        "GB/s"
+        + "The formula uses the speeds of the largest step and the largest transfer"
         + (
-            f", where NVLink promises {per_link * int(links[1])} in each direction. "
+            f"; NVLink promises {per_link * int(links[1])} GB/s in each direction. "
             if links and per_link
             else ". "
         )
@@ -1849,8 +1834,9 @@ lab.read(
     "**In this simulation, 64 and 1,024 GPUs lie on one line**, because it includes no slow rank "
     "and no shared switch. We can check it only on our own GPUs, against the dots: "
     + (
-        f"it promises {differ[first]:.0f} points too much for our shortest parts and "
-        f"{differ[last]:.0f} for the longest, so real rings probably need longer parts than these:"
+        f"it promises {differ[first]:.0f} points too much at {first // WORLD:,} tokens per rank "
+        f"and {differ[last]:.0f} at {last // WORLD:,}, so real rings probably need longer parts "
+        "than these:"
         if min(differ.values()) > 0
         else f"at each number of tokens per rank it is off by these points: {apart}."
     )
@@ -2129,7 +2115,7 @@ lab.read(
     "**A wrong shape, a late rank, a dead rank.** No rank hangs. If the last rank passes a longer "
     f"part, all ranks refuse it {noticed('another shape')}. If it is late, "
     f"the others give up after {waits['comes late']:.1f} s, their time-out. If it dies, they "
-    f"notice {noticed('dies')}, probably by its closed connection."
+    f"notice {noticed('dies')}."
     + (
         f" Some calls return as if nothing had happened: {', '.join(sorted(silent))}."
         if silent
@@ -2161,8 +2147,7 @@ lab.together(
 lab.read(
     ("**A ring suits long parts.** " if lost else "")
     + f"Ours reaches {100 * share['Kernel Book']:.0f} % of linear scaling at {length:,} tokens "
-    f"{'but only' if lost else 'and'} {percent('Kernel Book', first):.0f} % on the shortest "
-    "sequence"
+    f"{'but only' if lost else 'and'} {percent('Kernel Book', first):.0f} % at {first:,}"
     + (", where hiding the transfers does not pay off" if first in given_up else "")
     + ". Over a network card, transfers hide from about "
     f"{round(hidden_from('backward', NETWORK), -3):,.0f} tokens per rank."

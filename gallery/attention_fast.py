@@ -637,7 +637,9 @@ def staircase(axes, rows):
     axes.axvline(100, color=other, linestyle="--", linewidth=1)
     axes.text(99, 0.33, "matmul", ha="right", va="center")
     axes.set(xlim=(0, 104), ylim=(7, 0), yticks=[])
-    axes.set_xlabel("% of the speed of a cuBLAS matmul")
+    axes.set_xlabel(
+        f"% of the speed of a cuBLAS matmul (same: within {100 * CHANCE} %)"
+    )
 
 
 with_these_rungs = [other for other in steps.elsewhere if shares(other.rows)[0]]
@@ -1191,8 +1193,9 @@ stays = (
 )
 measured(
     "descriptors",
-    f"Nothing spills any more, but the waits remain. Without the limit they would go, and a thread "
-    f"would use {compiled_to('descriptors, no limit', 'registers')} registers. "
+    f"Nothing spills any more, but the waits remain, because the limit is still too tight: without "
+    f"it a thread would use {compiled_to('descriptors, no limit', 'registers')} registers, and the "
+    f"waits would go. "
     if stays and compiled_to("descriptors", "spills") == 0
     else f"Spills go from {compiled_to('two programs', 'spills')} to "
     f"{compiled_to('descriptors', 'spills')}. The code waits {waits_of('descriptors')}. ",
@@ -1320,10 +1323,17 @@ lab.sketch(
 
 
 # Drawing
+all_matmuls, in_loops = (
+    compiled_to(name, "matmul instructions")
+    for name in ("one iteration ahead", "descriptors")
+)
+spilling = compiled_to("one iteration ahead", "spills")
 measured(
     "one iteration ahead",
-    "Waits and spills do not explain the gain, because there are no fewer of either. The copies "
-    "may, but we have not timed them separately."
+    f"Waits and spills do not explain the gain: the code, now with {all_matmuls - in_loops} more "
+    f"matmul instructions outside the loops, still waits after each of its {all_matmuls}, and "
+    f"{f'{spilling} values spill' if spilling else 'nothing spilled before'}. The copies may, but "
+    f"we have not timed them separately."
     if all(
         compiled_to(name, "waits for them") == compiled_to(name, "matmul instructions")
         for name in ("descriptors", "one iteration ahead")
@@ -1403,9 +1413,9 @@ lab.read(
 )
 
 # %%
-# To find the culprit, we look for ``p v`` in *TTGIR*, Triton's intermediate code, which is
-# ``compiled.asm["ttgir"]``. Two waits, ``warp_group_dot_wait``, follow ``p v`` instead of one, and
-# the loop carries ``acc`` twice, in two *layouts*: a layout says which elements of a tile each
+# To find the culprit, we look for ``p v`` in *TTGIR*, Triton's intermediate code
+# (``compiled.asm["ttgir"]``). Two waits, ``warp_group_dot_wait``, follow ``p v`` instead of one,
+# and the loop carries ``acc`` twice, in two *layouts*: a layout says which elements of a tile each
 # thread holds. The second is the layout of ``alpha``, which comes from an innocent line, the
 # maximum of a row:
 #
@@ -1414,9 +1424,8 @@ lab.read(
 # 2. ``acc * alpha`` needs both in the same layout. Up to rung 2, the compiler converts ``alpha``,
 #    one number per row. In rung 3 it converts ``acc``; we did not trace why. To avoid a conversion
 #    in every iteration, it carries both versions through the loop.
-# 3. Triton then emits two waits for ``p v``, each of which returns one version of ``acc``. To have
-#    two, the code copies ``acc``, 64 registers per thread, before both waits, while ``p v`` is
-#    still running:
+# 3. Triton then emits one wait for each version. The second version is a copy of ``acc``, 64
+#    registers per thread, which the code makes before both waits, while ``p v`` is still running:
 #
 # .. image:: /figures/attention-acc-twice.svg
 #    :alt: Three timelines of the four instructions of p v. In rung 3, as Triton writes it, the
@@ -1424,9 +1433,8 @@ lab.read(
 #          safe with a wait after each instruction, and copies acc after the last. In rung 4 there
 #          is one acc and no copy, and the program waits once.
 #
-# Rung 4 breaks the chain at its first step. It takes the maximum with ``row_max``, which returns
-# the same numbers. Its reshape, however, gives them a layout that belongs to no matmul, and the
-# compiler goes back to converting ``alpha``:
+# Rung 4 breaks the chain at its first step. Its ``row_max`` returns the same numbers, but a reshape
+# gives them a layout that belongs to no matmul, and the compiler goes back to converting ``alpha``:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
 #    :language: python
@@ -1572,11 +1580,7 @@ same_code = lab.read(
     if same_waits
     else "The code of the timed run may wait differently."
 )
-outside = compiled_to("one iteration ahead", "matmul instructions") - compiled_to(
-    "descriptors", "matmul instructions"
-)
 in_ttgir = lab.read(
-    f"From rung 3 on, {outside} matmul instructions lie outside the loops. "
     "TTGIR shows each conversion of a layout, `ttg.convert_layout`, and, at the end of a loop's "
     "body, each copy by the engine. The loop "
     "over whole tiles, `scf.for`, yields two tensors of 128 × 128 in rung 3, and one in the "
@@ -1606,8 +1610,8 @@ lab.together(reasons, same_code, in_ttgir, live, no_gpu, differing)
 # Rung 5: the scale inside the exponential
 # ----------------------------------------
 #
-# With the needless waits gone, we look for other work to save. So far the kernel scales every score
-# before it subtracts the maximum, which costs a multiplication per score.
+# The needless waits are gone, but the kernel still scales every score before it subtracts the
+# maximum, which costs a multiplication per score.
 #
 # Since the scale is positive, the maximum may be taken before scaling. Let :math:`x` be a dot
 # product, :math:`c` the scale times :math:`\log_2 e` (``scale_log2``), and :math:`m = c \max x`. A
@@ -1747,8 +1751,8 @@ for tiles, heads in ((32, 64), (32, 16), (128, 16)):
 
 # Reading
 lab.read(
-    f"Programs alternate between {promised['at once']} of the {promised['heads']} heads at a time, "
-    f"because the keys and values of that many fit into half of the L2 cache."
+    f"`HEADS_AT_ONCE` is {promised['at once']} here, because the keys and values of "
+    f"{promised['at once']} heads fit into half of the L2 cache."
 )
 
 # %%
@@ -2145,6 +2149,7 @@ lab.table(
     [
         {
             "kernel": words,
+            "clock, MHz": f"{clocks[name]:,}",
             "cycles": cycles(name),
             "without exponentials": cycles(f"{name}, no exponentials"),
             "tensor cores at work": f"{at_work(name):.0f} %",
@@ -2192,8 +2197,8 @@ lab.read(
     f"Still, the tensor cores are idle for "
     f"{'a third' if abs(idle - 100 / 3) < 2 else f'{idle:.0f} %'} of the time. "
     + (
-        "This is close to the bound for warps in step, but only by coincidence: if they were in "
-        "step, exponentials would cost time. "
+        "This matches the bound for warps in step only by coincidence, because in step, "
+        "exponentials would cost time. "
         if abs(at_work("finished") - bound_of_turns(128)) < 3
         and hidden["finished"] > 80
         else ""
@@ -2235,8 +2240,8 @@ def with_roles():
 # Reading
 roles = with_roles()
 lab.read(
-    f"There, with roles and other changes, attention without a mask reaches {100 * roles[1]:.0f} % "
-    f"of a matmul, in a separate run."
+    f"There, in a separate run, attention without a mask reaches {100 * roles[1]:.0f} % of a "
+    f"matmul with roles and other changes, and {100 * roles[0]:.0f} % in plain Triton."
     if roles and roles[1] > roles[0]
     else "That chapter measures the speed."
 )
@@ -2445,6 +2450,7 @@ def lines_of(head_dim):
                 )
             panel.set_xscale("log", base=2)
             panel.set_xticks(LENGTHS, [f"{length:,}" for length in LENGTHS])
+            panel.get_xticklabels()[0].set_ha("left")
             panel.get_xticklabels()[-1].set_ha("right")
             panel.minorticks_off()
             panel.set_title(

@@ -10,7 +10,7 @@ Picture two cooks who share one oven. The oven stays in use only if one cook pre
 other bakes, or if each prepares his next dish while his last one bakes. The matmul units are our
 oven, and the exponentials are the preparation. We climb to a faster kernel in six rungs, each a
 single change. Without a mask, one rung brings the entire gain, and not for the reason we expected.
-Even the kernel at the top is slower than a library at most of our points.
+Even the kernel at the top loses to a library in most of our comparisons.
 
 You will learn
 
@@ -781,8 +781,8 @@ def _roles_kernel(
 
 # %%
 # The rungs serve only lengths that are multiples of 128. The last bar is *the package's kernel*:
-# rung 6, made persistent and extended to any length. Here 100 % is the speed of a :term:`cuBLAS`
-# matmul, the length is 4,096 and head_dim is 128; *full* means without a mask.
+# rung 6, made persistent and extended to any length. The dashed line is the speed of a
+# :term:`cuBLAS` matmul, the length is 4,096 and head_dim is 128; *full* means without a mask.
 
 # Measuring
 LADDER = {
@@ -1460,25 +1460,6 @@ def named_inks(axes):
     axes.barh(0, 0, color=lab.colour("Kernel Book"), label="other work")
 
 
-def mark_the_line(axes, rows, version, place, start):
-    """Mark, under the units, how long consumer 0 is away after its sum, and then stands in line."""
-    served = [one for one in on_units(rows, version) if one[2] == CONSUMERS[0]]
-    issued = [row["begins"] for row in rows if row["role"] == CONSUMERS[0]]
-    for (_, end, _, what, _), (begin, *_) in zip(served, served[1:], strict=False):
-        asked = min((at for at in issued if at > end), default=None)
-        if what == "pv" and end > start + 1000 and asked is not None:
-            for left, right, ink in (
-                (end, asked, "Kernel Book"),
-                (asked, begin, "matmul"),
-            ):
-                line = {"color": lab.colour(ink), "linewidth": 3}
-                axes.plot([left - start, right - start], [place, place], **line)
-            middle = {"ha": "center", "va": "top", "fontsize": 9}
-            words = "consumer 0 after its sum: other work, then in line"
-            axes.text(asked - start, place + 0.12, words, **middle)
-            return
-
-
 def mark_waits(axes, own, place, start, window):
     """Point at the waits of a consumer for its sum, which are too short to be seen as such."""
     arrow = {"arrowstyle": "->", "color": MUTED}
@@ -1522,10 +1503,7 @@ def timelines(version, lanes, height, tiles=2, marked=""):
                 draw_consumer(axes, own[lane], version, y, start, window)
         axes.set(xlim=(0, 3000 * tiles), xlabel="cycles of the SM")
         axes.set_yticks(range(len(lanes)), lanes, fontsize=10)
-        if marked == "line":
-            mark_the_line(axes, rows, version, len(lanes) - 0.45, start)
-            axes.set_ylim(-0.5, len(lanes) + 0.1)
-        elif marked == "waits":
+        if marked == "waits":
             mark_waits(axes, own[CONSUMERS[0]], 0, start, window)
             axes.set_ylim(-0.95, len(lanes) - 0.5)
         axes.invert_yaxis()
@@ -1539,7 +1517,7 @@ lab.draw(
     traced,
     "Rung 1: while both weigh, the matmul units are idle",
     in_words("two roles"),
-    timelines("two roles", LANES, 3.2, marked="line"),
+    timelines("two roles", LANES, 2.8),
 )
 
 # %%
@@ -1751,9 +1729,9 @@ lab.read(
 # ---------------
 #
 # On rung 2 a consumer does not weigh during its own sum; on rung 3 it does, and nothing is gained.
-# But a consumer of rung 2 also visits the matmul units once per tile instead of twice. Two visits
-# may let the consumers fall into lockstep, in which both weigh at the same time. If they do, rung 1
-# must become faster when its consumers alternate.
+# But a consumer of rung 2 also visits the matmul units once per tile instead of twice. On the
+# timeline of rung 1, with two visits, both weigh mostly at the same time. If this *lockstep* costs
+# the time, rung 1 must become faster when its consumers alternate.
 
 # %%
 
@@ -2006,9 +1984,9 @@ lab.read(
     )
     + "A turn also joins a sum to the next scores, however, so this does not isolate lockstep. "
     + (
-        "In our model of lockstep, folded below, one consumer's late start helps only if it is "
-        "long; measured, the long one helps less than the short one. The model is therefore "
-        "refuted, and the rest of the gain is **unexplained**."
+        "We also let one consumer begin late. In our model, folded below, only a long delay "
+        "helps; measured, a short one helps more. The model is therefore refuted, and the rest of "
+        "the gain is **unexplained**."
         if locks and of_late < min(of_early, promised / 2)
         else f"A start {STARTS[2]:,} cycles late brings {verdict(of_late)}, and one {STARTS[1]:,} "
         f"cycles late {verdict(of_early)}."
@@ -2242,7 +2220,7 @@ lab.read(
         f"{of_both('sums in threads', 'one loop')}; rung 6, {of_both('turns', 'sums in threads')}. "
     )
     + (
-        "The package's kernel takes turns where it was fastest with them, which is most shapes."
+        "The package's kernel takes turns for most shapes, because it was fastest with them there."
         if no_effect and 2 * sum(with_turns) > len(with_turns)
         else ""
     )
@@ -2255,8 +2233,8 @@ lab.read(
     "**Still idle.** On rung 6 the units are idle for "
     f"{100 * idle_units(traced.rows, 'turns'):.0f} % of the time. "
     + (
-        f"A consumer takes {100 * (spent / shared - 1):.0f} % longer to weigh and rescale than the "
-        "instructions that we counted need, and we do not know why."
+        f"Weighing and rescaling take {100 * (spent / shared - 1):.0f} % longer than the counted "
+        "instructions need, and we do not know why."
         if not spent <= shared
         else "Why they are is **unexplained**."
     )
@@ -2369,7 +2347,7 @@ lab.table(
     ]
     if steps.rows
     else [],
-    "Rung 6 with and without the loader's registers",
+    "Rung 6, full; instructions of both consumers, in and around the loop",
 )
 
 # %%
@@ -2378,9 +2356,9 @@ lab.table(
 halved = steps.rate("turns", mask="full") / steps.rate("equal registers", mask="full")
 lab.read(
     (
-        "Without a mask, this makes the kernel twice as fast. "
+        "Without a mask, unequal shares make the kernel twice as fast. "
         if round(halved, 1) in (2, 2.1)
-        else f"Without a mask, this makes the kernel {halved:.1f} times as fast. "
+        else f"Without a mask, unequal shares make the kernel {halved:.1f} times as fast. "
     )
     + (
         "With equal shares no matmul is asynchronous, whatever the order of the loop, because the "
@@ -2703,20 +2681,20 @@ passed, where, of_run = said.partition(" on ")
 lab.read(
     f"Against float64, **{passed}**{where}{of_run.partition(', the worst')[0]}. "
     "A kernel that lacks a barrier, however, can be right many times and then wrong once. We "
-    f"therefore repeated {launched:,} launches, of which {other_bits or 'none'} gave different "
-    "bits. "
+    f"therefore repeated {launched:,} launches, and "
+    + (f"{other_bits} gave other bits. " if other_bits else "all gave the same bits. ")
     + (
         f"All {number_of:,} launches with random shapes finished. "
         if number_of == finished
         else f"Of {number_of:,} launches with random shapes, {finished:,} finished. "
     )
-    + "This makes such a mistake unlikely but does not rule it out."
+    + "This makes a missing barrier unlikely but does not rule it out."
 )
 
 # %%
-# In the figure, 100 % is the faster of cuDNN (called through PyTorch's SDPA) and FlashAttention 4
-# at each point; FlashAttention-3 was not available. "Kernel Book" is what the package
-# chooses by itself: the Gluon kernel or, in rows with a hollow dot, plain Triton.
+# The dashed line is the faster of cuDNN (called through PyTorch's SDPA) and FlashAttention 4 at
+# each point; FlashAttention-3 was not available. "Kernel Book" is what the package chooses by
+# itself: the Gluon kernel or, in rows with a hollow dot, plain Triton.
 
 
 # Measuring
@@ -2966,9 +2944,9 @@ lab.table(rows, "Shared memory of a program")
 
 # %%
 # **2. Stand in line once.** Let a consumer pause for :math:`w` cycles after its scores and for 100
-# after its sum. According to ``cycles_per_tile``, the model folded above, what do two requests per
-# tile cost, and what does one, for :math:`w` of 512, 1,024 and 1,536, if both consumers begin
-# together, and if consumer 1 begins 1,000 cycles late?
+# after its sum. According to ``cycles_per_tile``, the refuted model, what do two requests per tile
+# cost, and what does one, for :math:`w` of 512, 1,024 and 1,536, if both consumers begin together,
+# and if consumer 1 begins 1,000 cycles late?
 
 # %%
 

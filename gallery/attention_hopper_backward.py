@@ -129,7 +129,7 @@ lab.sketch(
 # %%
 # In every run, each tile of queries receives the part of program 0 first and that of program 2
 # last, yet all programs work at the same time. They begin with C, the *last* tile of queries,
-# because under a causal mask only the last queries see all keys.
+# because under a causal mask every program visits the last queries, but not the first.
 #
 # How a program waits for its turn
 # --------------------------------
@@ -364,7 +364,7 @@ assert list(dict.fromkeys(ON_FIRST)) == [(0, 0), (0, 2), (0, 4), (0, 6)]
 
 
 def least(ticks):
-    """The ticks that would do if no SM ever waited."""
+    """The ticks that would do if no SM ever waited or stood idle."""
     worked = sum(bool(cell and cell[2]) for tick in ticks for cell in tick)
     return -(-worked // len(ticks[0]))
 
@@ -383,7 +383,7 @@ def schedules(axes):
                     axes.barh(
                         top + sm, 1, 0.8, at, align="edge", color=ink, alpha=shade
                     )
-        title = f"{name}: {len(ticks)} ticks (lower bound: {least(ticks)})"
+        title = f"{name}: {len(ticks)} ticks ({least(ticks)} if no SM idled)"
         axes.text(0, top - 0.8, title, fontsize=11)
         axes.text(-0.7, top + rows / 2, "SMs", rotation=90, ha="right", va="center")
     most = max(map(len, SHOWN.values()))
@@ -523,7 +523,7 @@ def machine(axes):
         ((1.85, 0.95), (1.85, 2.45), "->", "loads", (2.45, 1.7)),
         ((1.85, 3.45), (1.85, 4.65), "->", "", (0, 0)),
         ((2.2, 5.95), (3.3, 7.35), "->", "full", (2.35, 6.8)),
-        ((4.4, 7.35), (4.4, 5.95), "<->", "write,\nmeet, read", (5.3, 6.65)),
+        ((4.4, 7.35), (4.4, 5.95), "<->", "exchange", (5.25, 6.65)),
         ((6.5, 7.35), (6.5, 5.95), "->", "write", (7.05, 6.65)),
         ((8.4, 7.35), (8.4, 3.45), "->", "asks", (8.85, 5.4)),
         ((6.85, 4.65), (6.85, 3.45), "->", "", (0, 0)),
@@ -589,8 +589,7 @@ lab.together(
 # reads from shared memory. The code below is that of the fast kernel, for head_dim 128.
 #
 # **Waits 1 to 3: make P while dP runs.** In step ``i``, a consumer combines the queries ``q`` and
-# their gradients ``do`` with its own 64 keys ``k`` and values ``v``. The rows of ``s``, ``p``,
-# ``dp`` and ``ds`` belong to keys:
+# their gradients ``do`` with its own 64 keys ``k`` and values ``v``. Rows again belong to keys:
 #
 # .. code-block:: python
 #
@@ -1526,10 +1525,10 @@ lab.together(
 # -------------------------
 #
 # The *ladder* begins with “one sweep with roles”, in which the consumers themselves ask for the
-# additions, and each *rung* adds one change to the rung above. The kernels of
-# :doc:`/chapters/attention_backward` stand apart; that chapter explains plain Triton's single
-# sweep. All are credited with five matmuls, even two sweeps, so a longer bar means a shorter time.
-# Next to each bar is its gain over the rung above; ±0 is less than 2 %.
+# additions, and each *rung* adds one change to the rung above. The top two kernels are for
+# comparison; :doc:`/chapters/attention_backward` explains them. All are credited with five matmuls,
+# even two sweeps, so a longer bar means a shorter time. Next to each bar is its gain over the rung
+# above; ±0 is less than 2 %.
 
 # Measuring
 SCATTER = 0.02  # of one kernel that the page times twice: the section on speed has it
@@ -1862,6 +1861,11 @@ lab.read(
 )
 
 # %%
+# **The last rung saves the zeroing of the sums,** because in a fixed order the first program of a
+# head can store its parts rather than add them. It also takes any length; the two changes were not
+# timed separately.
+
+# %%
 
 
 # Measuring
@@ -1964,10 +1968,8 @@ lab.together(
         )
     ),
     lab.read(
-        "**The last rung** takes any length, and stores the part of the first program of a head, "
-        "so that the sums need not be set to zero. Only a fixed order allows this; the two changes "
-        "were not timed separately. Plain Triton's single sweep is not a rung, because its tiles "
-        "and operands also differ from those of the first."
+        "**Plain Triton's single sweep** is not a rung, because its tiles and operands also differ "
+        "from those of the first."
     ),
     lab.read(
         f"**More heads.** At length 16,384, compared with ×\u00a01, ×\u00a04 {of_heads(4, 16384)}; "
@@ -2342,10 +2344,10 @@ lab.together(
 
 # %%
 # **Where the other cycles go.** A step takes longer than either count. On the rung “a fixed order”,
-# consumers and adder record the cycle counter of their SM (a *stamp*). A box spans the waits it
-# names and the work around them; wait 8 is the gap after box 7. The first row is inferred: once the
+# consumers and adder record the cycle counter of their SM (a *stamp*). A numbered box spans these
+# waits and the work around them; wait 8 is the gap after box 7. The first row is inferred: once the
 # last matmul in flight has had its counted cycles, the units pause until a consumer issues the
-# next. The steps drawn are close to the table's mean.
+# next.
 
 
 # Drawing
@@ -2533,12 +2535,9 @@ lab.read(
     "**The matmul units pause twice in each step:** until dS is made, and until the part is handed "
     "over. The rest is what the matmuls take beyond their count, perhaps because of the load on "
     "shared memory: a kernel of nothing but matmuls and stores also exceeds the count of its "
-    f"matmuls, by {needed - ideal:,.0f} cycles."
+    f"matmuls, by {needed - ideal:,.0f} cycles. We did not trace two sweeps, so "
+    "their pauses are unknown."
 )
-
-# %%
-# **One sweep may pay twice for its shared sum:** the part of dQ loads shared memory, and in a fixed
-# order the matmul units pause while it is handed over. We did not trace two sweeps.
 
 # %%
 
@@ -2567,12 +2566,13 @@ def share_in_words(share):
 
 lab.read(
     "**The adder's step is full:** "
-    f"{share_in_words(adding / (turn_taken + adding))} of it go to the part, and the rest to "
+    f"{share_in_words(adding / (turn_taken + adding))} of it go to adding, and the rest to "
     "waiting for its turn. If its turn comes late, the consumers wait too (7). "
     + (
         "Without an order, the second pause is shorter, and so is a traced step"
         + (
-            ". Yet the ladder shows no gain in speed, and we do not know why."
+            ". Yet on the ladder “an adder”, which has no order, is no faster, and we do not "
+            "know why."
             if verdict(gain("a fixed order", "full", "an adder")) == NO_DIFFERENCE
             else "."
         )
@@ -2842,7 +2842,7 @@ by_mode = {
 lab.read(
     "“Kernel Book” is the package's default: one sweep in order"
     + (
-        ", or two sweeps in the rows with an open circle (which is one sweep)"
+        ", except where an open circle marks one sweep: there it is two sweeps"
         if of_two_sweeps
         else ""
     )
@@ -3162,7 +3162,7 @@ lab.together(
 # their ids.
 #
 # **The order is nearly free** in this kernel, where a separate warp does the waiting, provided that
-# neighbouring programs belong to different heads under a causal mask.
+# tiles of many heads run at once under a causal mask.
 
 # %%
 

@@ -67,7 +67,8 @@ def simple_weighted_sum(x, w):
 # multiplication reads ``x`` and writes a product as large as ``x``, which the sum then reads again.
 # All of this passes through :term:`HBM`, the GPU's main memory: 6 bytes per element with 16-bit
 # numbers. Only the 2 bytes that read ``x`` are necessary, so one kernel could be three times as
-# fast. The bars show a larger gap, because PyTorch's multiplication is also slower than a copy.
+# fast. The bars above show a larger gap, because PyTorch's multiplication is also slower than a
+# copy.
 #
 # Ten numbers in blocks of four
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -264,8 +265,8 @@ lab.table(
 # row, so element :math:`(i, j)` is at offset :math:`6 i + j`. The step from one row to the next,
 # here 6, is the :term:`stride` of the rows.
 #
-# As in PyTorch, ``[:, None]`` turns a block into a column and ``[None, :]`` into a row, and the two
-# added hold every combination. The block has eight columns, since six is not a power of two:
+# As in PyTorch, ``[:, None]`` turns a block into a column and ``[None, :]`` into a row, and their
+# sum holds every combination. The block has eight columns, since six is not a power of two:
 #
 # .. image:: /figures/first-kernel-broadcast.svg
 #    :alt: A column with 0 and 6, which is rows times the stride, plus a row with 0 to 7, the
@@ -552,7 +553,7 @@ lab.read(
         if price < -0.02
         else "and they take no more time "
     )
-    + "when each program adds up 64 rows of `x`. With only two, they cost far more (point 4)."
+    + "when each program adds up 64 rows of `x`. With only two, they cost far more, as we will see."
 )
 
 # %%
@@ -652,7 +653,7 @@ print(dw.tolist())
 # %%
 # The second launch needs no new kernel: ``parts.t()`` has a row for each column of ``x``, and
 # ``rows_kernel`` sums that row with weights of 1. Its block must hold the whole row, so Triton
-# refuses an ``x`` of more than 1,048,576 rows; point 4 lifts this limit.
+# refuses an ``x`` of more than 1,048,576 rows; *A loop over the rows* lifts this limit.
 #
 # A PyTorch operation
 # ~~~~~~~~~~~~~~~~~~~
@@ -745,7 +746,8 @@ lab.table(
 
 # %%
 # Your kernels make the second mistake when ``x`` has more than 2³¹ elements.
-# ``tl.program_id(0).to(tl.int64)`` fixes ``rows``; if its stride is large, ``cols`` needs it too.
+# ``tl.program_id(0).to(tl.int64)`` fixes ``rows``; ``cols`` needs ``.to(tl.int64)`` too if its
+# stride is large.
 
 # %%
 
@@ -1024,9 +1026,9 @@ lab.together(
 # How fast is it?
 # ~~~~~~~~~~~~~~~
 #
-# At each size, 100 % is the speed of a copy of half of ``x``, because that moves as many bytes as
-# reading all of it; a kernel that does little but read can exceed it. Before every run, the
-# benchmark writes other numbers so that L2 does not hold ``x``. The *first kernel* is
+# We time the GPU alone. 100 % is the speed of a copy of half of ``x``, which moves as many bytes as
+# reading all of it; a kernel that mostly reads can exceed it. Before every run, the benchmark
+# writes other numbers so that L2 does not hold ``x``. The *first kernel* is
 # ``rows_kernel`` with one row per program, and *the operator* is ``kernelbook.weighted_sum``. Bands
 # show the scatter of the runs (:doc:`/reading-figures`).
 
@@ -1256,7 +1258,7 @@ lab.together(
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
 # The operator accepts any shape and strides, and ``torch.compile`` can compile a model around it.
-# Four points keep it fast where your kernels are slow or Triton refuses them.
+# Four changes keep it fast where your kernels are slow or Triton refuses them.
 
 # %%
 
@@ -1342,7 +1344,7 @@ compiled_facts = lab.facts(
 
 # %%
 
-# Folded: The whole operator, from the kernels outwards, and two smaller points: FLAT and EARLY
+# Folded: The whole operator, from the kernels outwards, and two smaller changes: FLAT and EARLY
 flag = {row["flag"]: row for row in flags.rows}
 
 
@@ -1822,12 +1824,12 @@ gains = [
 ]
 lab.read(
     (
-        "**With the longest rows, which Triton refuses the first kernel, "
+        f"**With rows of {short(2**22)}, for which Triton refuses the first kernel, "
         if refused == [2**22]
-        else f"Triton refuses the first kernel for rows of {listed(refused)}. **With the longest "
-        "rows, "
+        else f"Triton refuses the first kernel for rows of {listed(refused)}. **With rows of "
+        f"{short(2**22)}, "
         if refused
-        else "**With the longest rows, "
+        else f"**With rows of {short(2**22)}, "
     )
     + f"the loop in parts reaches {in_parts:.0f} % of a copy;** the loop alone reaches "
     f"{in_loop:.0f} %, because its 8 programs "
@@ -1838,8 +1840,8 @@ lab.read(
         else ""
     )
     + (
-        "Short rows gain too: with up to 100 columns, the loop, which gives a program many rows, "
-        f"is at least {min(gains):.1f} times as fast as the first kernel."
+        "Short rows gain too: up to 100 columns, the loop in parts is at least "
+        f"{min(gains):.1f} times as fast as the first kernel."
         if min(gains, default=nan) > 1.05 or not shapes.rows
         else ""
     )
@@ -1989,7 +1991,7 @@ loaded = lab.measure(
 blind, known, *_ = [row["µs"] for row in loaded.rows] or [nan] * 2
 _, wide, *_ = [row["widest load (bytes)"] for row in loaded.rows] or [nan] * 2
 lab.read(
-    "The line changes neither number, but the compiler now sees that 4 divides both, and a thread "
+    "Since 4 divides both, the line changes neither, but the compiler now knows it, and a thread "
     f"loads {wide / 2:.0f} numbers at once. **With rows of 100, this makes the operator's kernel "
     f"{blind / known:.1f} times as fast.**"
 )
@@ -2026,7 +2028,7 @@ lab.together(
 #
 # Although ``x`` is read only once, each load of it evicts other numbers from a full L2, and those
 # that another kernel wrote must then be copied to HBM. ``tl.load(…,
-# eviction_policy="evict_first")`` asks L2 to evict ``x`` first.
+# eviction_policy="evict_first")`` asks L2 to evict ``x`` instead.
 
 # %%
 
@@ -2325,59 +2327,66 @@ parts_mib, fewer_mib = [
 ] or [nan] * 2
 of_second = second_one / (first_one + second_one)
 side_by_side = adjacent.rows[0]["µs"] if adjacent.rows else nan
-lab.together(
-    lab.read(
-        "**With 65,536 rows, the first backward "
+lab.read(
+    "**With 65,536 rows, the first backward "
+    + (
+        "is only as fast as PyTorch; the loop is "
+        f"{of_backward['loop'] / of_backward['rows_backward']:.2g} times as fast"
+        if as_slow
+        else f"reaches {of_backward['rows_backward']:.0f} % of the speed of a copy; the loop "
+        f"reaches {of_backward['loop']:.0f} %"
+    )
+    + f", and the operator reaches {of_backward['Kernel Book']:.0f} % of a copy.** "
+    + (
+        "More than two thirds"
+        if of_second > 2 / 3
+        else "More than half"
+        if of_second > 1 / 2
+        else f"About {100 * of_second:.0f} %"
+    )
+    + " of the first backward's time goes to the second launch. Its reads cannot coalesce, "
+    "because neighbours in a row of `parts.t()` lie 4,096 numbers apart; "
+    + (
+        "we did not measure what that costs."
+        if not adjacent.rows
+        else "with neighbours side by side, this launch takes "
         + (
-            "is only as fast as PyTorch; the loop is "
-            f"{of_backward['loop'] / of_backward['rows_backward']:.2g} times as fast"
-            if as_slow
-            else f"reaches {of_backward['rows_backward']:.0f} % of the speed of a copy; the loop "
-            f"reaches {of_backward['loop']:.0f} %"
-        )
-        + f", and the operator reaches {of_backward['Kernel Book']:.0f} % of the speed of a "
-        "copy.** "
-        + (
-            "More than two thirds"
-            if of_second > 2 / 3
-            else "More than half"
-            if of_second > 1 / 2
-            else f"About {100 * of_second:.0f} %"
-        )
-        + " of the first backward's time goes to the second launch. Its reads cannot coalesce, "
-        "because neighbours in a row of `parts.t()` lie 4,096 numbers apart"
-        + (
-            "; we did not measure what that costs."
-            if not adjacent.rows
-            else "; with neighbours side by side, it takes less than a third of the time."
+            "less than a third"
             if side_by_side < second_one / 3
-            else f"; with neighbours side by side, it takes {side_by_side / second_one:.0%} of the "
-            "time."
+            else f"{side_by_side / second_one:.0%}"
         )
-    ),
-    lab.read(
-        f"**Up to {MARKS[2]:,} rows, the loop gains nothing,** since each program has at most one "
-        "block. "
+        + " of the time."
+    )
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"**Up to {MARKS[2]:,} rows, the loop gains nothing,** since each program has at most one "
+    "block. "
+    + (
+        f"`torch.compile` is faster than the operator with {listed(ahead)} rows."
+        if ahead
+        else "The operator is "
         + (
-            f"`torch.compile` is faster than the operator with {listed(ahead)} rows"
-            if ahead
-            else "The operator is about twice as fast there; we did not measure why"
+            "about twice"
             if min(lead) > 1.8 and max(lead) < 2.2
-            else f"The operator is {min(lead):.1f} to {max(lead):.1f} times as fast there; we did "
-            "not measure why"
+            else f"{min(lead):.1f} to {max(lead):.1f} times"
         )
-        + (
-            (
-                f". Up to {past_loop[-1]:,} rows"
-                if past_loop == MARKS[: len(past_loop)]
-                else f". With {listed(past_loop)} rows"
-            )
-            + f", the loop takes {gap(backward, past_loop, 'loop', 'torch.compile')} more time "
-            "than `torch.compile`."
-            if past_loop
-            else "."
+        + " as fast as the loop there; we did not measure why."
+    )
+    + (
+        (
+            f" Up to {past_loop[-1]:,}"
+            if past_loop == MARKS[: len(past_loop)]
+            else f" With {listed(past_loop)} rows"
         )
-    ),
+        + ", `torch.compile` is ahead of the loop, which takes "
+        f"{gap(backward, past_loop, 'loop', 'torch.compile')} more time."
+        if past_loop
+        else ""
+    )
 )
 
 # %%
@@ -2598,15 +2607,13 @@ lab.read(
         if not leads
         else ""
     )
-    + f"At worst, the operator reaches {of_shape('Kernel Book', shortfall):.0f} % of a copy "
-    "forward, with "
+    + f"At worst, the operator reaches {ours_at[slowest]:.0f} % of a copy backward, with "
+    f"{slowest:,} rows, and {of_shape('Kernel Book', shortfall):.0f} % forward, with rows of "
     + (
-        "rows of two, where it also writes half as much as it reads"
+        "two, where it also writes half as much as it reads."
         if shortfall == 2
-        else f"rows of {shortfall:,}"
+        else f"{shortfall:,}."
     )
-    + f", and {ours_at[slowest]:.0f} % backward, with "
-    + ("few rows." if slowest <= 1024 else f"{slowest:,} rows.")
 )
 
 # %%
@@ -2718,8 +2725,8 @@ where = [
 lab.read(
     "**With small matrices, the pace is set by the host,** the CPU that launches the kernels"
     + (
-        f", **and PyTorch is faster:** {' and '.join(where)}, the operator takes up to "
-        f"{max(lost, default=nan):.1f} times as long in consecutive calls. "
+        f", **and PyTorch is faster:** {' and '.join(where)}, a call of the operator takes up to "
+        f"{max(lost, default=nan):.1f} times as long. "
         if where or not by_clock
         else ". "
     )

@@ -453,7 +453,7 @@ by_four = sum(
 copies = sum(in_copies.values()) or nan
 keeps_up = all(share["loop", n] > 0.97 * share["PyTorch", n] for n in (4096, 32768))
 lab.read(
-    "PyTorch's own `layer_norm` is a single kernel. It reads each row only twice, which without "
+    "PyTorch's own `layer_norm` is a single kernel that reads each row twice, which without "
     "caches allows two thirds of the speed of a copy, "
     + (
         "yet the loop keeps up with it. "
@@ -488,7 +488,8 @@ lab.together(
 
 # Reading
 differing = " and ".join(
-    f"on {other.provenance['gpu']}" + ", with an older kernel" * bool(other.mark)
+    f"{100 * reached:.0f} % on {other.provenance['gpu']}"
+    + ", with an older kernel" * bool(other.mark)
     for other in ladder.elsewhere
     if not other.at(provider="one program", columns=32768).empty
     for reached in [other.share("one program", columns=32768)]
@@ -496,7 +497,7 @@ differing = " and ".join(
 )
 lab.read(
     f"At 32,768 columns, reading once reaches only {share['one program', 32768]:.0f} %"
-    + f" (more {differing})" * bool(differing)
+    + f" ({differing})" * bool(differing)
     + ", so long rows need two more ideas. First, though, the digits: rounding spoils some rows."
 )
 
@@ -549,8 +550,8 @@ lab.read(
     "The same happens in float32. "
     * (obvious != "zero")
     + f"{where}, the largest output of rows of equal numbers, which should be zero, is {obvious} "
-    f"for our kernel and {theirs} for PyTorch's. Their variance is 0, so layer norm divides by the "
-    f"root of `eps`, which magnifies an error of the mean {1e-5**-0.5:.0f} times. With the "
+    f"for our kernel and {theirs} for PyTorch's. Such rows have variance 0, so layer norm divides "
+    f"by the root of `eps`, which magnifies an error of the mean {1e-5**-0.5:.0f} times. With the "
     f"correction that follows, our largest output is {corrected}."
 )
 
@@ -630,12 +631,12 @@ found = [norm(row, ones, zeros, eps=0.0, corrected=repair) for repair in (False,
 plain, corrected = (y.var(correction=0).item() for y in found)
 assert abs(corrected - 1) < 1e-6
 lab.read(
-    "The deviations from the rounded mean, 0 and 2, yield a correction of 1, and 4 − 2·1² = 2 is "
-    "the right `m2`. The kernel confirms this: without the correction the variance of its output "
-    f"is {plain:.1f} instead of 1, and with it, it is right. The outputs are "
+    "The deviations from the rounded mean, 0 and 2, yield a correction of 1, and "
+    + "4 − 2·1² = 2".replace(" ", "\N{NO-BREAK SPACE}")
+    + " is the right `m2`. The kernel confirms this: the variance of its output is "
+    f"{plain:.1f} without the correction and {corrected:.0f} with it. The outputs are still "
     f"{' and '.join(f'{y:.0f}' for y in found[1][0].tolist())} instead of −1 and 1, because the "
-    "corrected mean is itself rounded to float32. Storing the mean as two numbers would help, but "
-    "the backward pass takes only one."
+    "corrected mean is itself rounded to float32."
 )
 
 # %%
@@ -719,9 +720,8 @@ if gained.rows:
         + (", though PyTorch's is smaller" if theirs < 0.9 * corrected else "")
         + ". "
         + (
-            "Little is left to gain, because rounding the mean to float32 can by itself cost "
-            f"{'nearly ' * (corrected > bound)}as much as remains. "
-            * (corrected < 1.25 * bound)
+            f"{'Most' if corrected > bound else 'All'} of what remains can come from rounding the "
+            "mean to float32. " * (corrected < 1.25 * bound)
         )
         + (
             "At a mean of 0 our error is slightly larger than PyTorch's. "
@@ -739,8 +739,8 @@ if costs:
 lab.read(said) if said else None
 
 # %%
-# The operator corrects the mean too, unless the sum of equal numbers is exact anyway, and guards
-# every step against overflow. That leaves the long rows.
+# The operator corrects the mean too, unless equal numbers of 16 bits add up exactly anyway (next
+# section), and guards every step against overflow.
 
 # Folded: The small kernel with the correction, its price and gain, and the operator's guards
 edges = torch.tensor([[3e38, 3e38], [-2e19, 2e19]], device=runtime.DEVICE)
@@ -808,7 +808,8 @@ lab.together(
     paid,
     lab.read(
         "Rounding a mean near 1,000 to float32 can change it by half the distance between two "
-        f"neighbouring numbers, which is {bound:.1e} of the largest output, {largest:.0f}."
+        f"neighbouring numbers, which is {bound:.1e} of the largest output, {largest:.0f}. Storing "
+        "the mean as two numbers would help, but the backward pass takes only one."
     ),
     equal,
     lab.read(
@@ -975,14 +976,14 @@ lab.read(
         if packed_gain > 0
         else "At 32,768 columns packing does not help"
     )
-    + ". The third line of the table isolates this: without its limit on registers, only one "
-    "program of the same kernel fits, and "
+    + ". The third line of the table isolates this: the same kernel, if its threads may use more "
+    "registers, fits on the SM only once and "
     + (
-        f"the kernel reaches {lone[0]:.0f} %: the second program makes no difference."
+        f"reaches {lone[0]:.0f} %: the second program makes no difference."
         if not two_matter
-        else "it is slower than the whole row."
+        else "is slower than the whole row."
         if lone[0] < held[0] - 2
-        else f"its speed falls to {lone[0]:.0f} %."
+        else f"falls to {lone[0]:.0f} %."
     )
 )
 
@@ -1053,8 +1054,8 @@ lab.read(
 # In general, part :math:`i` with :math:`n_i` elements contributes :math:`M_i + n_i\, (m_i - m)^2`.
 # This is the formula that corrected ``m2``, in reverse: for a part, :math:`m_i` is the true mean
 # and the row's :math:`m` the wrong one. ``merge_moments`` adds up the contributions, following
-# Chan, Golub and LeVeque (1982). Along axis 1, ``means`` and ``m2s`` hold the moments of a row's
-# parts, and ``parts`` their numbers 0, 1, 2, …; a part has up to ``BLOCK_COLS`` columns:
+# Chan, Golub and LeVeque (1982). Axis 1 of ``means`` and ``m2s`` runs over the parts of a row,
+# which ``parts`` numbers from 0; a part has up to ``BLOCK_COLS`` columns:
 
 lab.source(merge_moments)
 
@@ -1220,8 +1221,8 @@ lab.together(limits, lab.read(said) if said else None)
 # ------------
 #
 # We compare the whole, packed and split kernels with a float64 reference, on random rows of mean 0
-# and of mean 1,000. An error may be at most twice PyTorch's own, or four times in float32 (reasons
-# in the fold).
+# and of mean 1,000. An error may be at most twice PyTorch's own, or four times in float32. The loop
+# serves only longer rows; the package's tests run it on short ones.
 
 
 # Measuring
@@ -1329,8 +1330,7 @@ lab.together(
         "divided by its largest true number. One ulp is always allowed, since rounding the result "
         "can cost half of that by itself; in float32 we allow two. We test rows of mean "
         "1,000 at least 16 at a time, so that a few luckily rounded means do not make PyTorch's "
-        "own error small. The loop takes over only beyond these lengths; the package's tests run "
-        "it on short rows."
+        "own error small."
     ),
     checks,
     lab.read(
@@ -1455,8 +1455,7 @@ def beaten():
     names = " or ".join(sorted({row["library"] for row in losses}))
     return (
         f"A library is more than 1 % faster in {'only ' * (3 * len(losses) < cases)}{len(losses)} "
-        f"of {cases} cases, listed in the fold: {names}, by {'up to ' * (len(losses) > 1)}"
-        f"{max(leads):.0f} %."
+        f"of {cases} cases: {names}, by {'up to ' * (len(losses) > 1)}{max(leads):.0f} %."
     )
 
 
@@ -1720,7 +1719,7 @@ ahead_at = {  # by how many points, where it is more than 1 %
 
 # Reading
 lab.read(
-    "**Rows whose length is not a multiple of 16 can be much slower.** At 4,101 columns, where its "
+    "**Rows whose length is not a multiple of 16 can be much slower.** At 4,101 columns, where "
     f"threads must load single numbers, our kernel falls to {ours[4101]:.0f} % of a copy"
     + (
         ", and PyTorch's does no better. "

@@ -106,7 +106,7 @@ def simple_backward(x, w, mean, rstd, dy):
 #          sums. A second kernel reads all three and adds them up to dw and db.
 #
 # In the bars at the top, programs hand over after *every tile*, which is two rows, or only *once*,
-# after all their rows.
+# after all their rows. *64 locks* means 64 shared buffers, each with its own lock.
 #
 # The mathematics
 # ---------------
@@ -115,10 +115,11 @@ def simple_backward(x, w, mean, rstd, dy):
 # add one small number to every element, :math:`\hat{x}` stays the same, and so does the loss. To
 # first order, however, the loss changes by that number times the sum of ``dx``, which must
 # therefore be 0. If we scale the deviations from the mean, :math:`\hat{x}` again stays the same,
-# apart from epsilon, so the dot product of ``dx`` with :math:`\hat{x}` is nearly 0. For both
-# reasons, the backward pass removes two parts from the gradient that arrives at :math:`\hat{x}`:
-# its mean, ``c2``, and its component along :math:`\hat{x}`, which is :math:`\hat{x}` times a
-# number, ``c1``.
+# apart from epsilon, so the dot product of ``dx`` with :math:`\hat{x}` is nearly 0.
+#
+# For both reasons, the backward pass removes two parts from the gradient that arrives at
+# :math:`\hat{x}`: its mean, ``c2``, and its component along :math:`\hat{x}`, which is
+# :math:`\hat{x}` times a number, ``c1``.
 #
 # Let us take the forward chapter's row of eight, with its mean :math:`m` and ``rstd`` :math:`r`,
 # weights of 2 and no epsilon. Only its first output has a gradient, 4:
@@ -873,9 +874,9 @@ lab.read(
         if lead > 2
         else ". "
     )
-    + "A single lock is slow with any number. On the right, the bytes of the partial sums explain "
-    "only part of the loss (in the fold); we measured neither the rest nor why few programs are "
-    "slow."
+    + "A single lock is slow throughout. On the right, the bytes of the partial sums explain only "
+    "part of the loss (in the fold). What causes the rest, and why few programs are slow, remains "
+    "open."
 )
 
 # %%
@@ -916,8 +917,11 @@ lab.read(
         if alike
         else " and ".join(f"in {runs_said(name)} {said[name]}" for name in together)
     )
-    + f", {'but' if unlike.get('partial sums') == 0 else 'and'} in {runs_said('partial sums')} "
-    "with partial sums, which the second kernel adds in a fixed order."
+    + (
+        ", but in none with partial sums, because the second kernel adds them in a fixed order."
+        if unlike.get("partial sums") == 0
+        else f", and in {runs_said('partial sums')} with partial sums."
+    )
 )
 
 # %%
@@ -1034,12 +1038,12 @@ lab.together(
 # -----------------------------------
 #
 # The key idea has two halves: summing many rows, and storing without a lock. The kernel of
-# ``layer_norm`` can do one without the other, because its programs can also share 64 buffers with
-# one lock each; it has no atomic add. Unlike the small kernels, it accepts 16-bit numbers and
-# *loads ahead*, copying its next rows into :term:`shared memory` while it works on the current one.
+# ``layer_norm`` can do one without the other, because its programs can also share 64 locked
+# buffers; it has no atomic add. Unlike the small kernels, it accepts 16-bit numbers and *loads
+# ahead*, copying its next rows into :term:`shared memory` while it works on the current ones.
 #
-# A *tile* is two rows of 1,024 columns, or one longer row. A program that takes one tile hands over
-# its sums *every tile*; one that takes many hands over *once*.
+# A *tile* is two rows of 1,024 columns, or one longer row. With *every tile*, each program takes
+# only one tile; with *once*, it takes many.
 
 
 # Measuring
@@ -1169,8 +1173,8 @@ if change:
         for way in ("64 locks", "partial sums")
     ]
     apart = (
-        "Most of this comes from summing many rows: loading ahead, which only a program with a "
-        f"next tile can do, adds at most {max(gains):.0f} % (in the fold)."
+        "Most of this comes from taking many rows per program, because loading ahead, which needs "
+        f"a next tile, adds at most {max(gains):.0f} % (in the fold)."
     )
     alone = change["one lock"]["once"]
 behind = {
@@ -1409,14 +1413,26 @@ for row in losses:
         f"{row['its %'] - row['our %']} points at {row['columns']:,}"
     )
 each = [
-    f"{library} in {dtype}, by {' and '.join(found)} columns"
+    f"In {dtype}, {library} is ahead by {' and '.join(found)} columns"
     for (library, dtype), found in by_library.items()
 ]
+in_bfloat16 = {
+    n: backward.share("Kernel Book", **in_dtypes[0], columns=n) for n in COLUMNS
+}
+leads = all(
+    ours > backward.best_peer(**in_dtypes[0], columns=n)[1]
+    for n, ours in in_bfloat16.items()
+)
 lab.read(
-    f"{backward.summary(**in_dtypes[0])} "
+    (
+        "In bfloat16 the kernel is the fastest at every width, at "
+        f"{100 * min(in_bfloat16.values()):.0f} % to {100 * max(in_bfloat16.values()):.0f} % of a "
+        "copy. "
+        if leads
+        else f"{backward.summary(**in_dtypes[0])} "
+    )
     + (
-        f"In {len(losses)} of the {len(backward.points)} cases in bfloat16 and float32, a library "
-        f"is ahead by more than 1 %: {'; '.join(each)}."
+        f"{'. '.join(each)}; elsewhere, no library is ahead by more than 1 %."
         if losses
         else "In neither bfloat16 nor float32 is a library ahead by more than 1 %."
     )
@@ -1455,13 +1471,12 @@ lab.read(
 # Up to 8,192 columns, a row and its sums fit in the registers of an SM. *Packed* in pairs, so do
 # 16-bit rows of 16,384 numbers. A *group* of programs *shares* any other wide row, and each takes
 # one part. Within the group, each column belongs to one program, so ``dw`` and ``db`` need no
-# exchange. But ``c1`` and ``c2`` are sums over all parts. The programs exchange these through
-# *slots* in memory, as in :doc:`/chapters/softmax`, and have to wait for each other.
+# exchange. But ``c1`` and ``c2`` are means over the whole row, so the programs exchange their sums
+# through *slots* in memory, as in :doc:`/chapters/softmax`, and have to wait for each other.
 #
 # Shared rows may be slow because of this waiting, or because an SM loads less ahead. In the last
 # line of the table, the same kernel runs on rows of 2,048 columns: each part is a row by itself,
-# and no program waits. The table, timed separately and without the second kernel, differs a little
-# from the figure.
+# and no program waits.
 
 
 # Measuring
@@ -1517,9 +1532,10 @@ lab.table(
         {"rows": row["rows"] + (f", {row['kernel']}" if place == 1 else "")}
         | {name: row[name] for name in kept}
         for place, row in enumerate(changed_rows)
-        if place in (0, 1, 2, 5, 6)
+        if place in (0, 1, 5, 6)
     ],
-    f"How far ahead an SM loads, and the speed, on {gpu}",
+    f"How far ahead an SM loads, and the speed, on {gpu}; timed separately, without the second "
+    "kernel",
 ) if ahead.rows else ahead
 
 # %%
@@ -1547,8 +1563,8 @@ def ahead_said():
     ours = 100 * backward.share("Kernel Book", dtype="float32", columns=16384)
     if quack > ours + 1:
         said += (
-            f"The GPU need not be the limit: in float32, quack reaches {quack:.0f} % at 16,384 "
-            f"columns, where our shared rows reach {ours:.0f} %."
+            f"The GPU allows more: in float32, quack reaches {quack:.0f} % at 16,384 columns, "
+            f"where our shared rows reach {ours:.0f} %."
         )
     return said
 

@@ -76,9 +76,8 @@ def simple_softmax(x):
 #          three_pass: three reads and one write. online: two reads and one write. row, packed and
 #          split: one read and one write.
 #
-# Passes are not all that counts, however. In the chart at the top, the five operations are slower
-# than eight passes explain (we have not looked for the cause), and on the same rows ``row`` is
-# slower than ``online``. The last bar is ``split``.
+# In the chart at the top, the last bar is ``split``. The five operations are slower there than
+# eight passes explain; we have not looked for the cause.
 #
 # Blocks, done wrong
 # ------------------
@@ -455,14 +454,14 @@ lab.read(
 )
 
 # %%
-# The second read need not go to memory if the :term:`L2` cache can hold the rows *in flight* (those
-# that programs are working on) together with their results.
-#
-# Softmax is :term:`memory-bound`: it moves four bytes per number but does only about five
-# operations. As our yardstick, 100 %, we therefore take the speed of PyTorch's copy, which reads
-# and writes every row once; a kernel may be faster. A dotted line shows what a kernel's bytes
-# allow if all go to memory. Inputs are in bfloat16, with up to 32,768 rows and :math:`2^{28}`
+# Softmax is :term:`memory-bound`: in bfloat16 it moves four bytes per number but does only about
+# five operations. Our yardstick, 100 %, is therefore the speed of PyTorch's copy, which reads and
+# writes every row once; a kernel may be faster. Inputs have up to 32,768 rows and :math:`2^{28}`
 # numbers.
+#
+# A dotted line shows what a kernel's bytes allow if all go to memory. The second read need not go
+# there if the :term:`L2` cache can hold the rows *in flight* (those that programs are working on)
+# together with their results.
 
 # Drawing
 step(
@@ -576,13 +575,17 @@ def tested():
 
 
 of_test, more_of_test = tested()
+allowed = 100 * 2 / 3  # by the bytes of online
+down = [n for n in COLUMNS if n > cached and share["online", n] < allowed + 2]
 lab.read(
     f"On {gpu}, up to {cached:,} columns, "
     + "the second read costs next to nothing: " * (min(fits) > 97)
     + f"`online` reaches at least {min(fits):.0f} %"
     + " (at 8,192 columns, hardware counters show that the second read does not go to memory)"
     * (min(fits) > 97 and fetched < 1.01 * given)
-    + ". On longer rows it falls to about what its bytes allow, as `three_pass` does."
+    + ". On longer rows it falls"
+    + (f", at {down[0]:,} columns to about what its bytes allow" if down else "")
+    + ", as `three_pass` does."
     + (
         " By our estimate, the rows in flight no longer fit in L2 at these lengths"
         + of_test
@@ -669,9 +672,9 @@ gains = {
 }
 lab.read(
     (
-        f"Yet on {gpu} we gain nothing. On short rows, `online` is already as fast as a copy; on "
-        "longer ones, `row` is no faster than `online`. At 65,536 columns `row` reaches "
-        f"{share['one program', 65536]:.0f} %, although a single read allows 100. "
+        f"Yet on {gpu} we gain nothing, as the next chart will show. On short rows, `online` is "
+        "already as fast as a copy; on longer ones, `row` is no faster. At 65,536 columns it "
+        f"reaches {share['one program', 65536]:.0f} %, although a single read allows 100. "
         if max(gains.values()) < 1 and min(fits) > 97
         else f"Yet on {gpu} we gain next to nothing: at 32,768 columns, `row` reaches {one:.0f} %. "
     )
@@ -827,10 +830,10 @@ lab.read(
 lab.source(widen)
 
 # %%
-# Each of the three steps widens the row anew, so that it need not stay in registers as float32. To
-# keep the compiler from widening it only once, we add an argument named ``zero`` to ``raw`` between
-# the steps: it is always 0, but the compiler cannot know that (we did not measure the gain).
-# ``narrow`` packs the results again.
+# The maximum, the sum and the result each widen the row anew, so that it need not stay in registers
+# as float32. The compiler might still widen it once and keep that. We therefore add ``zero`` to
+# ``raw`` in between: an argument that is always 0, which the compiler cannot know (we did not
+# measure the gain). ``narrow`` packs the results again.
 
 lab.source(packed_row_fwd_kernel, "widen")
 
@@ -847,15 +850,18 @@ looped = speed("packed", 32768) - both
 far = [
     (sweep.provenance["gpu"], 100 * sweep.share("one program", columns=32768))
     for sweep in ladder.elsewhere
+    if sweep.milliseconds_at("copy", columns=32768)
+    > ladder.milliseconds_at("copy", columns=32768)
 ]
 lab.read(
-    f"Of `packed`, {fit(packed_fit)} programs fit: a thread needs {packed_each:.0f} registers"
+    f"{fit(packed_fit).capitalize()} programs of `packed` fit: a thread needs {packed_each:.0f} "
+    "registers"
     + f", which the GPU rounds up to {given:.0f}" * (given != packed_each)
     + ", half of what a thread of `row` takes" * (2 * packed_whole == row_whole)
     + f". At 32,768 columns it reaches {packed:.0f} % of a copy's speed, where `row` reached "
     f"{one:.0f}."
     + "".join(
-        f" On {name}, whose memory is slower, `row` is already about as fast as a copy."
+        f" On {name}, where a copy takes longer, `row` is already about as fast as one."
         for name, reached in far
         if "H100" in name and reached > 97
     )
@@ -865,16 +871,17 @@ lab.read(
 
 # Reading
 lab.read(
-    (
-        "A second program can make such a difference"
-        if both - alone > 2
-        else "A second program alone does not make the difference"
-    )
-    + ", as the fold shows with a loop over rows, in which we choose the number of programs per SM."
+    f"In a loop over rows, `packed` reaches {alone:.0f} % with one program per SM and {both:.0f} "
+    "with two. "
     + (
-        " Since the loop itself costs time, we do not know whether this explains the whole step."
+        "A second program thus makes a difference"
+        if both - alone > 2
+        else "A second program alone thus makes little difference"
+    )
+    + (
+        "; since the loop itself costs time, we do not know whether it explains the whole step."
         if looped > 2
-        else ""
+        else "."
     )
 )
 
@@ -941,7 +948,7 @@ lab.read(
 # %%
 # Since pairs merge, programs that share a row need only each other's pairs. In an :term:`exchange`,
 # each program *publishes* the pair of its part in a *slot* of memory, which is zero at first, and
-# *collects* the pairs of the others.
+# *collects* the pairs of the others. In the drawing, the row is that of the first animation.
 #
 # .. animation:: publish_and_collect
 #
@@ -1219,9 +1226,9 @@ there = [
 ]
 at = "4,096 to 16,384 columns"
 lab.read(
-    "The package's `softmax` chooses a kernel by the length of a row: in 16 bits `row` up to "
-    f"{PACKED:,} columns, `packed` up to {SPLIT:,} and `split` beyond; in float32, which cannot be "
-    f"packed, `row` up to {SPLIT // 2:,} and `split` beyond. "
+    f"In 16 bits, the package's `softmax` runs `row` up to {PACKED:,} columns, `packed` up to "
+    f"{SPLIT:,} and `split` beyond. In float32, which cannot be packed, `row` runs up to "
+    f"{SPLIT // 2:,}. "
     + (
         f"Yet on {gpu}, `online` would be up to {max(lag.values()):.0f} points faster from {at}."
         if min(lag.values()) > 0.5
@@ -1348,9 +1355,9 @@ lab.read(
     )
     + ". In bfloat16, `torch.softmax` "
     + (
-        "never reaches two thirds of that speed. "
+        "never reaches two thirds of a copy's speed. "
         if max(eager.values()) < 66
-        else f"reaches at most {max(eager.values()):.0f} % of it. "
+        else f"reaches at most {max(eager.values()):.0f} % of a copy's speed. "
     )
     + (
         f"We lose most to {first[0]['library']}, which in {first[0]['dtype']} leads "

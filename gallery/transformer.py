@@ -87,8 +87,9 @@ lab.start(
 #          GELU, the linear layer down and dropout, and is added back. Attention, layer norm and
 #          dropout are marked as operators that are replaced; the linear layers are matmuls.
 #
-# We begin with attention exactly as its formula states it: scores, causal mask, softmax, weighted
-# sum of the values. ``record_function`` merely labels a range for the profiler.
+# We begin with attention exactly as its formula states it: a table of scores, one for each pair of
+# query and key; causal mask; softmax; weighted sum of the values. ``record_function`` merely labels
+# a range for the profiler.
 
 lab.source(standard_attention)
 
@@ -732,7 +733,9 @@ def trips(axes):
     axes.invert_yaxis()
     axes.set_xlim(-5, 5)
     axes.set_xticks([])
-    axes.set(xlabel="← bytes read per score   |   bytes written →")
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.text(-0.15, -0.75, "← bytes read per score", ha="right", fontsize=10)
+    axes.text(0.15, -0.75, "bytes written →", fontsize=10)
     legend_below(axes, INK_OF_RANGE, 3)
 
 
@@ -746,9 +749,9 @@ lab.sketch(
 )
 
 # %%
-# The table below adds up the bytes of each colour and compares them with the FLOPs and with the
-# times in the profile. For heads of :math:`d_h = 64` numbers, the two matmuls do :math:`4 d_h`
-# FLOPs per score, the scaling does one, and softmax about five.
+# Next, we add up the bytes of each colour and compare them with the FLOPs and with the times in the
+# profile. For heads of :math:`d_h = 64` numbers, the two matmuls do :math:`4 d_h` FLOPs per score,
+# the scaling does one, and softmax about five.
 
 
 def of_record(chapter, name):
@@ -2353,12 +2356,12 @@ fusing = layer_ms("attention, compiled") / layer_ms("Kernel Book")
 normed = saves("+ attention", "+ layer norm")
 lab.read(
     (
-        f"**Our softmax alone saves {saves('PyTorch', '+ softmax'):.2f} ms per layer; our "
+        f"**In eager mode our softmax saves {saves('PyTorch', '+ softmax'):.2f} ms per layer; our "
         f"attention saves another {saves('+ softmax', '+ attention'):.2f} ms**, because it stores "
         "no table and skips the masked half; we did not separate these two causes. "
         if saves("PyTorch", "+ softmax") < 0.25 * saves("PyTorch", "+ dropout")
-        else f"Our softmax alone saves {saves('PyTorch', '+ softmax'):.2f} ms per layer, and "
-        f"attention without the table another {saves('+ softmax', '+ attention'):.2f} ms. "
+        else f"In eager mode our softmax saves {saves('PyTorch', '+ softmax'):.2f} ms per layer, "
+        f"and attention without the table another {saves('+ softmax', '+ attention'):.2f} ms. "
     )
     + f"Our layer norm {'saves' if normed > 0 else 'costs'} {abs(normed):.2f} ms"
     + (
@@ -2899,9 +2902,8 @@ lab.sketch(
 #    which launches them.
 #
 # In the next figure *between the matmuls* covers layer norm, dropout, GELU, additions and casts;
-# *due to the table* is what the formula adds to these: scale, mask and more casts. The host's time
-# ends when its last call returns; the step's comes from other steps, so the two may differ by the
-# scatter.
+# *due to the table* is what the formula adds to these: scale, mask and more casts. Host and step
+# were timed in different steps, so they may differ by the scatter.
 
 # Drawing
 FOLLOWED = {  # the versions that are drawn, and what the figure calls them
@@ -2948,6 +2950,7 @@ def step_bars(axes, rows):
     rest = {"facecolor": "none", "edgecolor": grey, "linestyle": ":"}
     hatched = {"facecolor": "none", "edgecolor": grey, "hatch": "/////", "linewidth": 0}
     of_table = {"color": INKS["attention"], "alpha": 0.4, "linewidth": 0}
+    whisker = {"fmt": "none", "ecolor": "#1f2328", "elinewidth": 1.2, "capsize": 2}
     place, ticks, longest = 0, {}, 0
     for mode, versions in FOLLOWED.items():
         axes.text(1, place, mode, va="center", fontsize=11, fontweight="bold")
@@ -2960,9 +2963,9 @@ def step_bars(axes, rows):
             host, took, reached = row["host p50, ms"], row["step p50, ms"], 0
             low, high = row["host p20, ms"], row["host p80, ms"]
             axes.barh(place - 0.34, host, 0.16, **hatched)
-            axes.plot([low, high], [place - 0.34] * 2, color=grey, linewidth=1)
-            label = f"host {host:.0f} ({low:.0f}–{high:.0f})"
-            beside(axes, max(host, high), place - 0.36, label)
+            reach = [[host - low], [high - host]]
+            axes.errorbar(host, place - 0.34, xerr=reach, **whisker)
+            beside(axes, max(host, high), place - 0.36, f"host {host:.0f}")
             for kind, ink in INKS.items():
                 length = row[f"{kind}, ms"]
                 axes.barh(place, length, 0.44, left=reached, color=ink)
@@ -2983,12 +2986,12 @@ def step_bars(axes, rows):
     axes.set_xlim(0, 1.42 * longest)
     axes.set(xlabel="ms per training step")
     axes.barh(1, 0, label="host launches", **hatched)
+    axes.errorbar(nan, nan, xerr=1, label="their middle 60 %", **whisker)
     for kind, ink in INKS.items():
         axes.barh(1, 0, color=ink, label=KIND_NAMES[kind])
         if kind == "attention":
             axes.barh(1, 0, label="due to the table", **of_table)
     axes.barh(1, 0, label="GPU waits", **rest)
-    axes.plot([], [], color=grey, linewidth=1, label="host, middle 60 %")
 
 
 lab.draw(steps, "One step, by host and GPU: large at 1,024", steps_in_words, step_bars)
@@ -3084,16 +3087,15 @@ lab.read(
         and step_ms("+ dropout") > step_ms("PyTorch")
         else ""
     )
-    + "Launch times scatter widely: we trust "
+    + "Launch times scatter widely; of their differences we trust "
     + (
-        ""
+        "none."
         if any(
             overlap(step_row(name), step_row(sdpa), "host")
             for name, sdpa in (("+ dropout", "SDPA"), ("Kernel Book", "SDPA, compiled"))
         )
-        else "the gap between all our operators and SDPA, but "
+        else "only the one between all our operators and SDPA."
     )
-    + "neither the order of our versions nor the effect of compiling."
 )
 
 # %%
@@ -3364,7 +3366,7 @@ eager_graphed = ALL_GRAPHS["+ dropout"]
 no_waiting = step_ms(graphed) < 1.05 * busy_ms_of(graphed)
 gained = {name: step_ms(name) / step_ms(title) for name, title in ALL_GRAPHS.items()}
 by_kernels = busy_ms_of(sdpa_graphed) - busy_ms_of(graphed)
-by_step = step_ms(sdpa_graphed) - step_ms(graphed)
+by_step = round(step_ms(sdpa_graphed), 1) - round(step_ms(graphed), 1)  # as shown
 by_compiling = step_ms(eager_graphed) - step_ms(graphed)
 AT_TOP = [
     ALL_GRAPHS[name]
@@ -3679,9 +3681,7 @@ graph_costs = {  # by how many % the graphs take longer than the launched steps
     for model in no_gain
 }
 lost_by_graph = "".join(
-    f"; in {model} the graphs even take "
-    + " and ".join(dict.fromkeys(map(str, found)))
-    + " % longer"
+    f"; in {model} it even costs " + " and ".join(dict.fromkeys(map(str, found))) + " %"
     for model, found in graph_costs.items()
     if min(found) > 0
 )
@@ -3696,7 +3696,7 @@ lab.read(
         + (
             f"every case but {level[0]}**, where "
             + (
-                "our attention is slower than SDPA's (see the fold) and "
+                "our attention is slower than SDPA's (see the fold below) and "
                 if level[0] in sides["attention", 1]
                 else ""
             )
@@ -3722,8 +3722,8 @@ lab.read(
         else ""
     )
     + (
-        "In the other cases a graph gains nothing measurable, because the kernels take longer than "
-        f"the launches{lost_by_graph}. "
+        "Elsewhere a graph gains nothing measurable, because the kernels take longer than the "
+        f"launches{lost_by_graph}. "
         if waiting and sorted(no_gain) == sorted(set(race) - set(waiting))
         else f"In {listed(no_gain)} a graph gains nothing measurable, because the kernels take "
         f"longer than the launches{lost_by_graph}. "
@@ -3881,8 +3881,10 @@ lab.read(
 lab.read(
     "**A step also pays for its launches**, which timing a layer on the GPU alone does not show: "
     f"an eager step takes {step_ms('+ dropout'):.0f} ms with all our operators and "
-    f"{step_ms('SDPA'):.0f} with SDPA. Where the host is slower, capture the step as a graph"
-    + (f", or else use SDPA (here in {listed(waiting)}). " if waiting else ". ")
+    f"{step_ms('SDPA'):.0f} with SDPA. Where the host sets the pace"
+    + (f", here in {listed(waiting)}," if waiting else ",")
+    + " capture the step as a graph"
+    + (" or use SDPA. " if waiting else ". ")
     + (
         f"As graphs, our operators are {lead} % ahead of SDPA in {FEW[len(ahead)]} of "
         f"{FEW[len(by_model)]} cases"

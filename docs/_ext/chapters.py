@@ -227,8 +227,8 @@ CHAPTERS = {
         {"mask": "full", "head_dim": 128, "seqlen": 16384},
         {
             "Kernel Book bf16": "16 bits, for Hopper",
-            "V in FP8": "values in 8 bits",
-            "all in FP8": "all in 8 bits",
+            "V in FP8": "V alone in 8 bits",
+            "all in FP8": "Q, K and V in 8 bits",
         },
     ),
     "warps_with_roles": Facts(
