@@ -156,10 +156,10 @@ in_all = {name: needs(name, KEEPS) + needs(name, ALLOCATES) for name in VERSIONS
 lab.read(
     f"For 16,384 tokens and 16 heads of head_dim 128, the formula keeps "
     f"{needs('standard attention', KEEPS) / 1024:.0f} GiB for the backward pass, which then "
-    f"allocates another {needs('standard attention', ALLOCATES) / 1024:.0f} GiB. Our faster "
-    f"version, **two sweeps**, needs {in_all['two sweeps']:.0f} MiB; **one sweep** needs more, "
-    f"because it sums one gradient in float32. We do not count the inputs and gradients, which "
-    f"every version needs:"
+    f"allocates another {needs('standard attention', ALLOCATES) / 1024:.0f} GiB. We build "
+    f"two versions: **two sweeps** need {in_all['two sweeps']:.0f} MiB, and **one sweep** needs "
+    f"more, because it sums one gradient in float32. We do not count the inputs and gradients, "
+    f"which every version needs:"
 )
 
 # %%
@@ -218,7 +218,7 @@ def memory_in_words(rows):
 
 lab.draw(
     memory,
-    "Memory that attention keeps and its backward allocates",
+    "Memory kept for the backward pass, and allocated in it",
     memory_in_words,
     memory_lines,
 )
@@ -787,9 +787,9 @@ lab.read(
 # %%
 # **One sweep** is the first sweep with a fifth matmul, :math:`dQ = dS\, K`, at the end of its loop.
 # This matmul takes :math:`dS` with queries as rows, so ``ds_t`` is transposed after all. Through a
-# :term:`descriptor`, a single instruction then adds a whole tile, from query ``start_m`` on, to the
-# sums in memory, which hold ``padded_q`` rows per head. These lines come from the package, which
-# leaves ``k`` unscaled, so the host scales ``dq`` at the end:
+# :term:`descriptor`, a single instruction then adds the whole tile to the sums in memory, where
+# head number ``row`` has ``padded_q`` rows and ``start_m`` is the first query of the tile. These
+# lines come from the package, which leaves ``k`` unscaled, so the host scales ``dq`` at the end:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #    :language: python
@@ -1403,14 +1403,13 @@ lab.read(
         if all(won)
         else "**Two sweeps do not always beat one.** "
     )
-    + f"Skipping tiles pays off under a causal mask: if they visit every tile, two sweeps take "
-    f"{skipping:.2f} times as long. "
-    + "".join(f"The versions rank the same on an {gpu}. " for gpu in alike)
     + (
-        "Without a mask, however, the compiled formula beats both."
+        "Without a mask, the compiled formula beats both versions. "
         if compiled > 1.01 * full
         else ""
     )
+    + f"Under a causal mask, two sweeps take {skipping:.2f} times as long if they visit every tile."
+    + "".join(f" The versions rank the same on an {gpu}." for gpu in alike)
 )
 
 # %%
@@ -1428,8 +1427,9 @@ by_compiler = {
 near = {name: abs(took[name, "full"] / by_compiler["full"] - 1) for name in measured}
 twin = min(near, key=near.get, default="none")
 lab.read(
-    "**The compiler replaces the formula.** `torch.compile` searches PyTorch code for attention "
-    "and replaces it with `scaled_dot_product_attention` (SDPA), PyTorch's fused attention. "
+    "**The compiler replaces the unmasked formula.** `torch.compile` searches PyTorch code for "
+    "attention and replaces it with `scaled_dot_product_attention` (SDPA), PyTorch's fused "
+    "attention. "
     + (
         f"Without a mask, the times agree with this: the compiled formula takes "
         f"{by_compiler['full']:.2f} ms and {twin} {took[twin, 'full']:.2f} ms. With a causal mask, "
@@ -1444,7 +1444,7 @@ lab.read(
 
 # %%
 # **The libraries** are two backends of SDPA, *flash* (FlashAttention 2) and *cuDNN* (NVIDIA's own),
-# along with FlexAttention and FlashAttention 4, which we call FlashAttention:
+# along with FlexAttention and FlashAttention 4, here called FlashAttention:
 
 # Drawing
 lab.plot(
@@ -1786,9 +1786,9 @@ lost = whole - two - saved
 wider = keys_at_once["all"] / keys_at_once["dkdv"] if tile_of else nan
 lab.read(
     f"**Tiles and warps cause part of the loss.** Of the {lost:.1f} ms that one sweep loses, "
-    f"{one - two:.1f} ms are lost in `dk` and `dv`, where nothing is added in memory. Only tiles "
-    f"and warps differ here: in one sweep, a tile has {keys_at_once['all']} keys instead of "
-    f"{keys_at_once['dkdv']}, which halves the additions to `dq`."
+    f"{one - two:.1f} ms are lost in `dk` and `dv`, where only tiles and warps differ. The tiles "
+    f"of one sweep have {keys_at_once['all']} keys instead of {keys_at_once['dkdv']}, which halves "
+    f"the additions to `dq`."
     if tile_of and one > two and wider == 2
     else f"In the tiles of one sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}."
 )
@@ -1804,7 +1804,7 @@ lab.read(
         else "transposes `ds_t` and adds `dq` in memory."
     )
     + (
-        " If that matmul were the only cost, it would beat two sweeps, as the dashed line shows."
+        " If that matmul were the only cost, one sweep would win, as the dashed line shows."
         if at_once < min(two + saved, together)
         else ""
     )

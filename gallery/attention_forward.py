@@ -119,7 +119,8 @@ lab.read(
         else "At head_dim 128, memory need not slow standard attention down. "
     )
     + f"The {gpu} can execute {needed:.0f} operations while it moves one byte, and a kernel that "
-    f"does fewer per byte waits for memory. In 16 bits, standard attention does at most {most}."
+    f"does fewer per byte waits for memory. In 16 bits, standard attention does 4 × 128 operations "
+    f"per score and moves 4 × 2 bytes: at most {most} per byte."
 )
 
 # %%
@@ -129,8 +130,7 @@ lab.together(
     lab.read(
         f"A matmul by cuBLAS runs at {peak.get('matmul, TFLOP/s', nan)} TFLOP/s and a copy at "
         f"{peak.get('copy, GB/s', nan):,} GB/s: their quotient is {needed:.0f} operations per "
-        f"byte. Standard attention does 4 × 128 operations per score and moves 4 × 2 bytes, at "
-        f"most {most} per byte."
+        f"byte."
     ),
     lab.table(
         rows,
@@ -240,9 +240,9 @@ lab.read(
         if fails
         else f"At length {last.get('length', nan):,}, "
     )
-    + f"the scores and weights take {last.get('PyTorch, MiB', nan) / 1024:,.0f} GiB. Our kernels "
-    f"need no table; the package's, from the next chapter, allocates "
-    f"{last.get('Kernel Book, MiB', nan):,.0f} MiB in its place."
+    + f"the scores and weights take {last.get('PyTorch, MiB', nan) / 1024:,.0f} GiB. A kernel "
+    f"needs no table: the package's, from the next chapter, allocates "
+    f"{last.get('Kernel Book, MiB', nan):,.0f} MiB, one number per query and head."
 )
 
 # %%
@@ -252,8 +252,7 @@ lab.read(
 # A query needs all keys and all values, but not all at once: a softmax can be computed block by
 # block, as :doc:`/chapters/softmax` shows. We therefore keep a :term:`tile` of queries on the chip,
 # in :term:`registers <register>` and :term:`shared memory`, and loop over the keys and values one
-# tile at a time. The first FlashAttention looped the other way round: it held a tile of keys, so
-# every iteration had to read the unfinished output of its queries from memory and write it back.
+# tile at a time.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -275,21 +274,24 @@ lab.read(
 # operations: :math:`M` per byte. Where the GPU can execute more than that, the :term:`L2` cache has
 # to serve many of the reads.
 
+# Reading
+tile, l2 = 128, machine.provenance["l2_mib"] if machine.rows else nan
+lab.read(
+    f"Our tiles will have {tile} queries, and the {gpu} can execute {needed:.0f} operations per "
+    f"byte."
+)
+
 # %%
 
 # Folded: Are 128 queries in a tile enough?
-tile, l2 = 128, machine.provenance["l2_mib"] if machine.rows else nan
 keys_mib = 2 * 4096 * 128 * 2 / 2**20
 lab.read(
-    f"We will time our kernels with {tile} queries in a tile. "
-    + (
-        f"If every read came from HBM, this would allow {100 * tile / needed:.0f} % of the speed "
-        f"of a matmul. But at length 4,096 all tiles of a head read the same {keys_mib:.0f} MiB, "
-        f"so L2, which holds {l2:.0f} MiB, can serve most of these reads."
-        if not tile >= needed
-        else f"This GPU needs {needed:.0f} operations per byte, so memory does not hold the tiles "
-        f"back."
-    )
+    f"If every read came from HBM, {tile} queries in a tile would allow "
+    f"{100 * tile / needed:.0f} % of the speed of a matmul. But at length 4,096 all tiles of a "
+    f"head read the same {keys_mib:.0f} MiB, so L2, which holds {l2:.0f} MiB, can serve most of "
+    f"these reads."
+    if not tile >= needed
+    else f"This GPU needs {needed:.0f} operations per byte, so memory does not hold the tiles back."
 )
 
 # %%
@@ -448,8 +450,10 @@ lab.together(
         "**Why not divide in every step?** We could keep the average `acc / l` after every tile. "
         "The next step would first have to undo the division, `acc / l = (acc_A / l_A) · "
         "(l_A · alpha / l) + Σ (p_j / l) · v_j`, and then divide its own `p_j`: one more operation "
-        "per score for the same result. The first FlashAttention divided in every step; "
-        "FlashAttention-2 divides once."
+        "per score for the same result. The first FlashAttention divided in every step. It also "
+        "looped the other way round: it held a tile of keys, so every iteration had to read the "
+        "unfinished output of its queries from memory and write it back. FlashAttention-2 holds a "
+        "tile of queries and divides once."
     ),
     lab.read(
         f"**Does l start at 0 or at 1?** Published kernels do both, and for almost every query it "
@@ -532,8 +536,8 @@ print(f"out {out.item():.3f}")
 # A first kernel
 # --------------
 #
-# We write the loop as a single kernel, so that its tiles stay on the chip. The comments in the
-# update give the PyTorch expressions that its lines replace. ``qk`` is the tile of scores.
+# We write the loop as a single kernel, so that its tiles stay on the chip. Comments in the update
+# give the PyTorch expressions that it replaces. ``qk`` is the tile of scores.
 # ``m_exp`` is a *guard*: for a query that has seen no key yet, it is 0 instead of
 # :math:`-\infty`, because :math:`-\infty - (-\infty)` would be NaN.
 
@@ -565,7 +569,7 @@ def _update(acc, l_i, m_i, qk, v):
 # - **p in 16 bits.** If the inputs have 16 bits, ``p.to(v.dtype)`` rounds ``p`` to match, because a
 #   :term:`matrix unit` takes both operands in the same format.
 # - **input_precision.** By default, ``tl.dot`` rounds float32 operands to :term:`TF32`, by up to a
-#   thousandth, which is as coarse as float16. ``"ieee"`` avoids the rounding but keeps float32 off
+#   thousandth, as coarsely as float16. ``"ieee"`` avoids the rounding but keeps float32 off
 #   the matrix units; 16-bit operands use them either way.
 #
 # A tile has ``BLOCK_M`` queries or ``BLOCK_N`` keys. A launch starts a :term:`grid` of programs,
@@ -671,7 +675,7 @@ print(*(f"{x:.3f}" for x in out[0, 0, :, 0].tolist()))
 # -------------
 #
 # With a :term:`causal mask`, a query sees only the keys up to its own position, so many tiles need
-# no work. The figure shows 192 queries and 192 keys in tiles of 32 queries by 16 keys.
+# no work. The figure shows 192 queries and keys in tiles of 32 queries by 16 keys.
 #
 # .. image:: /figures/attention-stages.svg
 #    :alt: Six tiles of queries and twelve tiles of keys, half as long. The diagonal runs from the
@@ -685,8 +689,8 @@ print(*(f"{x:.3f}" for x in out[0, 0, :, 0].tolist()))
 # In each row, the whole tiles come first. We can therefore split the loop into two *stages*, mask
 # only in the second, and stop after the cut tiles.
 #
-# Take tile 1 of the figure, with queries 32 to 63. Its first query sees 33 keys, and every later
-# query sees these and more, so ``seen_by_all`` is 33. Its last query sees 64 keys, which makes
+# The two marks in the figure belong to tile 1, with queries 32 to 63. Its first query sees 33 keys,
+# and later ones see more, so ``seen_by_all`` is 33. Its last query sees 64 keys, which makes
 # ``seen_by_some`` 64. The first stage ends at key ``whole`` = 33 // 16 · 16 = 32, the second at
 # ``seen_by_some``.
 #
@@ -968,8 +972,8 @@ lab.together(
 # ---------------
 #
 # To see what each step gains, we time all versions against a :term:`cuBLAS` matmul in bfloat16. We
-# count operations as above and halve them for a causal mask. Our two kernels share their tiles and
-# all other settings; we try no others here.
+# count operations as above and halve them for a causal mask. Our two kernels share all settings;
+# we try no others here.
 #
 # *SDPA* is PyTorch's ``scaled_dot_product_attention``, with the kernels of two libraries: cuDNN,
 # and FlashAttention-2, written for an older GPU, the A100. Their hatched bars come from the next
@@ -1048,7 +1052,7 @@ def of_sdpa(slug):
 # Drawing
 RUNGS = {
     "PyTorch": "standard attention",
-    "torch.compile": "the same, compiled",
+    "torch.compile": "with torch.compile",
     "tiled PyTorch": "tiles in PyTorch",
     "first kernel": "first kernel",
     "in stages": "kernel in stages",
@@ -1202,6 +1206,7 @@ def with_mask(name):
 
 # Reading
 longer, in_percent = with_mask("PyTorch")
+by_compiling = at("torch.compile", "causal") / at("PyTorch", "causal")
 slow = {step: 1 / rate for step, rate in moved.items()}  # times as long as a copy
 of_bound = steps.share("PyTorch", mask="full") / min(rate_of_table, 1)
 lab.read(
@@ -1213,12 +1218,18 @@ lab.read(
         if of_bound < 0.9 and slow.get("softmax", nan) > 2
         else f"{percent('PyTorch', 'full')} of the speed of a matmul. "
     )
-    + f"The mask halves the operations that count, yet the time grows by {in_percent:.0f} %"
+    + f"The mask halves the operations that we count, yet the time grows by about "
+    f"{round(in_percent, -1):.0f} %"
     + (
-        ", mostly in `masked_fill_`"
-        + (", again far slower than a copy." if slow["masked_fill_"] > 2 else ".")
+        ", mostly in `masked_fill_`."
         if filling > 0.6 * longer
         else ", and `masked_fill_` reads and writes the table once more."
+    )
+    + (
+        f" `torch.compile` makes this case {by_compiling:.1f} times as fast but keeps the table."
+        if by_compiling > 1
+        and not any(row["patterns that match"] for row in matches.rows)
+        else ""
     )
 )
 
@@ -1348,7 +1359,7 @@ lab.read(
     f"operation still writes its tile to memory, takes {slower:.1f} times as long as standard "
     f"attention. "
     + (
-        f"With the mask, which lets it skip tiles, it is {100 * (under_mask - 1):.0f} % faster."
+        f"With the mask, which lets it skip tiles, it is {under_mask:.1f} times as fast."
         if under_mask > 1
         else f"With the mask, it still takes {1 / under_mask:.1f} times as long."
     )
@@ -1369,7 +1380,7 @@ lab.read(
         if at("first kernel", "causal") < 0.5 * at("first kernel", "full")
         else f"leaves {percent('first kernel', 'causal')}"
     )
-    + ", mainly because the kernel computes all tiles although half of the operations count."
+    + ", mainly because the kernel computes all tiles although we count only half."
 )
 
 # %%
@@ -1436,7 +1447,7 @@ lab.read(
 #    <span id="the-kernel"></span><span id="is-it-right"></span><span id="figure-3"></span>
 #    <span id="figure-4"></span><span id="figure-5"></span><span id="figure-6"></span>
 #
-# :doc:`The next chapter </chapters/attention_fast>` tests this, along with other changes.
+# :doc:`The next chapter </chapters/attention_fast>` tests this.
 
 # %%
 # What breaks it
@@ -1621,8 +1632,8 @@ hidden = torch.ones(64, 64, dtype=torch.bool, device=q.device).triu(1)
 largest = (2.0 * (20 * q) @ k.T).masked_fill(hidden, -torch.inf).amax(1).tolist()
 lab.read(
     f"**No maximum.** On paper the maximum cancels, but in float32 the exponential of 89 is "
-    f"infinite. In this row the scores reach {max(largest):.0f}, and every query that reaches 89 "
-    f"divides infinity by infinity, which gives NaN."
+    f"infinite. In this row the scores go up to {max(largest):.0f}, and every query that "
+    f"reaches 89 divides infinity by infinity, which gives NaN."
 )
 
 # %%
@@ -1631,9 +1642,8 @@ lab.read(
 #
 # **Statistics not updated.** The old maximum stays :math:`-\infty`, so ``alpha`` is always 0, and
 # every tile erases those before it. The last 16 queries are left with the last tile alone, which is
-# masked for all others and turns them into NaN.
-#
-# In both cases, the guards of this page turn NaN into zeros, so that nothing warns us.
+# masked for all others and turns them into NaN. The guards of this page turn these NaNs, and that
+# of query 0 above, into zeros, so that nothing warns us.
 #
 # **acc not rescaled.** The kernel still rescales ``l``, so numerator and denominator end up on
 # different scales, unless the largest score is in the first tile, as it is for the first 16 queries

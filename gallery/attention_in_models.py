@@ -462,7 +462,8 @@ def bars(axes, groups, names, needed, what):
             crossed = (
                 0 <= 100 * needed - percent < longest / 4
             )  # the label would be crossed
-            end = (100 * needed if crossed else percent) + longest / 45
+            end = 100 * needed + longest / 60 if crossed else percent
+            end += longest / 45
             words = {"va": "center", "fontsize": 10}
             time = f"{ms:.{3 if ms < 1 else 2}f} ms"
             axes.text(end, down, f"{percent:.0f} %, {time}", **words)
@@ -582,7 +583,9 @@ took = {passes: cost("Kernel Book", middle, passes) for passes in PASSES}
 dense = cost("SDPA, mask", middle)
 lab.read(
     f"**Forward, {100 * SEEN[middle]:.0f} % of the scores take "
-    f"{100 * took['forward']:.0f} % of the time.** {against(AIM * SEEN[middle], took)}"
+    f"{100 * took['forward']:.0f} % of the time**, or "
+    f"{100 * cost('plain Triton', middle):.0f} % in plain Triton. "
+    f"{against(AIM * SEEN[middle], took)}"
 )
 
 # %%
@@ -1035,9 +1038,9 @@ lab.read(
 
 # %%
 # **How a program finds its sequence.** The host would have to wait to read the offsets from GPU
-# memory, so it is given only the length of the longest sequence. It launches as many programs for
-# each sequence as that one needs: two in the figure, where a tile has 4 queries. Each program reads
-# two neighbouring offsets, and returns at once if its tile lies past the end:
+# memory, so it is given only the length of the longest sequence. For each sequence, it
+# launches as many programs as the longest needs: two in the figure, where a tile has 4 queries.
+# Each program reads two neighbouring offsets, and returns at once if its tile lies past the end:
 
 lab.source(small.packed_kernel, "place")
 
@@ -1323,7 +1326,7 @@ lab.read(
     f"{100 * kept['backward']:.{digits}f} % backward. "
     f"{against(SHARE / OF_PADDED, kept)}"
     + (
-        " The miss is within the scatter, because the fastest fifth of our runs reach the aim."
+        " The fastest fifth of our timings reach the aim, so the miss is within their scatter."
         if any(map(missed_within_scatter, PASSES))
         else ""
     )
@@ -1481,7 +1484,7 @@ def curve(axes, rows):
     axes.plot(list(rates), list(rates.values()), "o-", color=ink, lw=2.2, ms=5)
     for parts in (1, 4, 16):
         above = parts == 16
-        words = {"ha": "center" if above else "left", "va": "top", "fontsize": 10}
+        words = {"ha": "left", "va": "top", "fontsize": 10}
         at = (parts, 0.94 * rates[parts]) if above else (1.25 * parts, rates[parts])
         axes.text(*at, f"{rates[parts]:,.0f}", **words)
     full = processors(rows) / HEADS
@@ -1493,6 +1496,7 @@ def curve(axes, rows):
     axes.minorticks_off()
     axes.set_xticks(list(rates), [f"{n}\n{HEADS * n:,}" for n in rates])
     axes.set(ylim=(0, 1.16 * copied), ylabel="GB/s")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel(f"parts of the keys (below: programs of all {HEADS} heads)")
     axes.figure.set_size_inches(5.4, 3.2)
 
@@ -1716,8 +1720,8 @@ lab.together(
 # How fast is decoding?
 # ~~~~~~~~~~~~~~~~~~~~~
 #
-# ``attention`` makes enough parts to give each SM up to two programs, but leaves each part at least
-# two tiles of keys. It stops at 256 parts, because one program merges all the parts of a query:
+# ``attention`` makes parts for up to two programs per SM, but leaves each part at least two tiles
+# of keys. It stops at 256 parts, because one program merges all the parts of a query:
 #
 # .. code-block:: python
 #
@@ -1733,9 +1737,9 @@ lab.read(
 )
 
 # %%
-# In the table, 100 % is the speed of copying the same keys and values, so each column has a
-# different reference; *one part* is our kernel without a split. In the last column, 32 query heads
-# share 8 heads of keys, in a batch of 8.
+# In the table, 100 % is the speed of copying the keys and values of that column, and *one part* is
+# our kernel without a split. In the last column, 32 query heads share 8 heads of keys, in a batch
+# of 8.
 
 
 # Measuring
@@ -1815,9 +1819,7 @@ apart = [
 lab.read(
     "We timed the figure of the parts separately"
     + (
-        f"; its times differ by up to {100 * max(apart):.1f} %, so one part reads at "
-        f"{100 * by_parts.share('Kernel Book', parts=1):.1f} % there and at "
-        f"{100 * steps.share('one part', **long):.1f} % here."
+        f", so its times differ from these by up to {100 * max(apart):.1f} %."
         if apart
         else "."
     )
@@ -2172,10 +2174,9 @@ for number in range(len(lengths)):
     assert all(torch.equal(a[own], b[own]) for a, b in zip(found, alone, strict=True))
 lab.read(
     "**NaN as a probe.** A correct output does not show which tiles were loaded, but a NaN does, "
-    "because it spoils the output even where its weight is zero. We therefore filled the values "
-    "of one tile of keys at a time with NaN. **In plain Triton, a tile of queries loads only those "
-    "tiles of values that one of its queries sees**, because NaN came out of exactly those tiles "
-    "of queries that see one of these keys. "
+    "because it spoils the output even where its weight is zero. We therefore filled one tile of "
+    "values at a time with NaN. **In plain Triton, no tile of values is loaded in vain**, because "
+    "the NaN reached only the tiles of queries that see one of its keys. "
     + (
         "The kernel for Hopper GPUs passed this test with one window."
         if passes_too

@@ -383,7 +383,7 @@ lab.read(
     "Even without the drawing, a stored mask costs time: it adds a fifth byte to the four of a "
     f"copy, and the kernel reaches {stored:.0f} %"
     + (
-        ". That is a little more than four fifths, because most of its bytes are reads, and "
+        ", a little more than four fifths, probably because most of its bytes are reads, and "
         "memory can be read faster than copied (first chapter)."
         if 80.5 < stored < 86
         else "."
@@ -400,7 +400,7 @@ lab.read(
 # ``keep = tl.rand(seed, offsets, N_ROUNDS) >= p``. As in Triton's tutorial, it draws one number per
 # element, in ten rounds.
 
-# Folded: The kernel with one number per call whole
+# Folded: The whole kernel with one number per call
 lab.source(rand_dropout_kernel)
 
 # %%
@@ -408,7 +408,7 @@ lab.source(rand_dropout_kernel)
 # Reading
 lab.read(
     ("No: this" if half["one a call"] < stored else "This")
-    + " kernel moves only the bytes of a copy, yet reaches only "
+    + " kernel moves no more bytes than a copy, yet reaches only "
     f"{half['one a call']:.0f} %. The limit must now be arithmetic: with one round instead of ten, "
     "the same kernel is about as fast as a copy (section “The cost of Philox”). "
     "For every element, `tl.rand` calls Philox, gets four numbers, and throws three away."
@@ -434,7 +434,7 @@ lab.source(seeded_dropout_kernel, "load, drop, store")
 
 # %%
 # A bounds mask could slow the other blocks down: a thread loads 16 bytes at once only if the
-# compiler can prove that the mask is the same for all their elements, and all it knows about
+# compiler can prove that the mask is the same for every element of the load, and all it knows about
 # ``n_elements`` is whether 16 divides it.
 
 # Measuring
@@ -522,8 +522,8 @@ masked = {(row["elements"], row["masked"]): row for row in masking.rows}
     for row in [masked.get(("2²⁸ - 3", which), {})]
 )
 lab.read(
-    ("It does slow them down. " if narrow < wide and odd_every < 0.9 * odd_last else "")
-    + "With a size that 16 does not divide, a kernel that masks every block loads "
+    ("It does: with" if narrow < wide and odd_every < 0.9 * odd_last else "With")
+    + " a size that 16 does not divide, a kernel that masks every block loads "
     f"{narrow} bytes at once and reaches {odd_every:.0f} % of the speed of a copy. With a mask on "
     "the last block alone, it "
     + (
@@ -560,13 +560,13 @@ lab.source(_dropped, "decide")
 
 # %%
 
-# Folded: The kernel whole
+# Folded: The whole kernel
 lab.listing({"What the kernel calls": _dropped, "The kernel": seeded_dropout_kernel})
 
 # %%
 # Here is the whole ladder. ``one per call`` and ``four per call`` are our second and third kernels
 # with ten rounds, and ``seven rounds`` is the third with seven. ``Kernel Book`` is the public
-# ``dropout``, which also draws its seed. The last two bars show PyTorch's ``F.dropout``.
+# ``dropout``, which also draws its seed. The last two bars show ``F.dropout``, eager and compiled.
 
 # Drawing
 spelled = {"one a call": "one per call", "four a call": "four per call"}
@@ -624,8 +624,7 @@ lab.read(
 #
 # Why are three fewer rounds worth so much? As long as memory is the limit, another round costs next
 # to nothing, because some :term:`warps <warp>` compute while others wait for their bytes. Once the
-# arithmetic takes longer than the bytes, every round adds time, and the curve falls away from the
-# line of the copy.
+# arithmetic takes longer than the bytes, every round adds time.
 
 
 # Measuring
@@ -715,16 +714,16 @@ lab.read(
         f"{100 * cost.share('four a call', rounds=7):.0f} % of the speed of a copy. "
     )
     + (
-        "From 10 rounds on, arithmetic is the limit, and each further round takes "
+        "From 10 rounds on, arithmetic is the limit, and each further round costs "
         if cost.share("four a call", rounds=10) < 0.95
-        else "From 10 to 28 rounds, each further round takes "
+        else "From 10 to 28 rounds, each further round costs "
     )
     + (
         "about four"
         if 3.5 < slope["one a call"] / slope["four a call"] < 4.5
         else f"{slope['one a call'] / slope['four a call']:.1f}"
     )
-    + " times as long with one number per call as with four, which need a quarter of the calls."
+    + " times as much with one number per call as with four, which need a quarter of the calls."
 )
 
 # %%
@@ -837,7 +836,7 @@ lab.table(rows, f"The mask as a coin, {n:,} tosses, run now")
 # %%
 # Philox's authors report that seven rounds pass all of BigCrush, the hardest suite of the test
 # library TestU01. For a safety margin they recommend ten (Salmon et al., 2011), as in ``tl.rand``.
-# We run our own tests with every number of rounds up to ten.
+# We look at the tosses, then run our own tests with one to ten rounds.
 
 
 def rounds_experiment():
@@ -930,8 +929,8 @@ counted = max(
 )
 related = four_rounds.get("neighbouring seeds", nan)
 lab.read(
-    f"From {fewest} rounds on, none of our tests can tell the mask from a fair coin. Four satisfy "
-    "the eye"
+    f"From {fewest} rounds on, none of our tests can tell the mask from a fair coin. Four "
+    "rounds satisfy the eye"
     + (" and the tests that only count kept elements" if counted < 5 else "")
     + (
         ", but the masks of neighbouring seeds are still related. "
@@ -1182,6 +1181,10 @@ def microseconds(rows, provider):
     }
 
 
+def in_units(n):
+    return f"{n >> 20}Mi" if n >= 2**20 else f"{n >> 10}Ki"
+
+
 drawn = {
     "Kernel Book": "Kernel Book",
     "PyTorch": "PyTorch",
@@ -1206,11 +1209,14 @@ def lines_of_times(axes, rows):
         colour = lab.colour(provider)
         x, y = list(times), list(times.values())
         band = {"lw": 8, "alpha": 0.35, "zorder": 1} if provider == "copy" else {}
-        axes.plot(x, y, style, label=label, color=colour, markersize=4.5, **band)
+        name = f"_{label}" if band else label  # a legend omits names with "_"
+        axes.plot(x, y, style, label=name, color=colour, markersize=4.5, **band)
+        if band:
+            axes.text(x[-2] * 1.3, y[-2] / 1.6, label, color=colour, va="center")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    powers = {2**14: "16Ki", 2**18: "256Ki", 2**22: "4Mi", 2**26: "64Mi"}
-    axes.set_xticks(list(powers), powers.values())
+    n = list(microseconds(rows, "copy"))
+    axes.set_xticks(n, [in_units(each) for each in n])
     axes.set_yticks([5, 10, 20, 50, 100, 200, 500], [5, 10, 20, 50, 100, 200, 500])
     axes.minorticks_off()
     axes.set(xlabel="elements", ylabel="µs of the GPU's time")
@@ -1232,10 +1238,6 @@ def ahead(name):
     """Where another is faster than ours by 1 % or more: elements, and microseconds."""
     theirs = microseconds(sizes.rows, name)
     return {n: t - theirs[n] for n, t in ours.items() if t > 1.01 * theirs[n]}
-
-
-def in_units(n):
-    return f"{n >> 20}Mi" if n >= 2**20 else f"{n >> 10}Ki"
 
 
 one_launch = "Our operator launches two kernels, one of them to draw the seed. "
@@ -1470,11 +1472,11 @@ lab.check(
 )
 
 # %%
-# **3. A random projection that is never stored.** A random matrix :math:`R` of shape (d, k) maps
-# points from d dimensions to k and nearly preserves their distances (Johnson–Lindenstrauss). Its
-# entries may be :math:`\pm\sqrt{s / k}` with probability :math:`1 / (2s)` each, and zero otherwise.
-# Write a kernel for :math:`x R` that draws each entry of :math:`R` where it is used, with
-# ``tl.randint``.
+# **3. A random projection that is never stored.** A random matrix :math:`R` of shape
+# :math:`(d, k)` maps points from :math:`d` dimensions to :math:`k` and nearly preserves their
+# distances (Johnson–Lindenstrauss). For :math:`s = 3`, say, its entries are :math:`\pm\sqrt{s / k}`
+# with probability :math:`1 / (2s)` each, and zero otherwise. Write a kernel for :math:`x R` that
+# draws each entry of :math:`R` where it is used, with ``tl.randint``.
 
 # %%
 

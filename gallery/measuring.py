@@ -2,9 +2,9 @@
 Measuring a kernel
 ==================
 
-Time one kernel call in five ways and you get five answers, some of which do not measure the kernel
-at all. *Which way does, how far can we trust its number, and what can make the same kernel several
-times slower?*
+Time one short kernel in five ways and you get five answers, most of which tell more about the CPU
+than about the kernel. *Which one is the kernel's, how far can we trust it, and what can make the
+same kernel several times slower?*
 
 You will learn
 
@@ -270,8 +270,16 @@ lab.together(
     five_ways,
     lab.read(
         f"Around a call that does nothing, `clock_and_wait` shows {nothing['clock and wait']:.0f} "
-        f"µs, and two events without a pause show {nothing['events']:.0f}. We have not broken down "
-        "the rest of what the host adds to a softmax."
+        f"µs, and two events without a pause show {nothing['events']:.0f}. "
+        + (
+            "We do not know why the events show more in every column. "
+            if all(
+                found["events"] > found["clock and wait"]
+                for found in (large, small, nothing)
+            )
+            else ""
+        )
+        + "We have not broken down the rest of the host's time."
     ),
 )
 
@@ -298,9 +306,8 @@ lab.read(
 lab.read(
     f"The small softmax shrinks from {small['clock and wait']:.1f} µs by `clock_and_wait` to "
     f"{small[best]:.1f} in the fifth way. Two events with nothing between them are already "
-    f"{nothing[best]:.1f} µs apart (see the fold), which we do not subtract, because a kernel may "
-    f"overlap its events. That is {100 * nothing[best] / 20:.0f} % of 20 µs, so read any shorter "
-    "time as an upper bound."
+    f"{nothing[best]:.1f} µs apart, {100 * nothing[best] / 20:.0f} % of 20 µs. We do not subtract "
+    "this, because it may overlap the kernel, so read times below 20 µs as upper bounds."
 )
 
 # %%
@@ -655,16 +662,17 @@ lab.read(
         else ""
     )
     + f" At {many:,} rows, it saves {100 * (1 - as_graph[many] / singly[many]):.0f} % of the time. "
-    "A graph pays off for kernels shorter than their launches."
+    "A graph pays off for kernels shorter than their launches, if shapes and addresses stay the "
+    "same."
 )
 
 # %%
 # The first calls
 # ---------------
 #
-# A kernel's first call can take seconds of compilation that say nothing about its speed. We time
-# four functions from their first call to their tenth: softmax's kernel; dropout's, chosen from nine
-# configurations (:term:`autotuning`); softmax under ``torch.compile``; and a matmul from
+# A kernel's first call can spend seconds compiling, which says nothing about its speed. We time
+# four functions from their first call to their tenth: a softmax kernel; a dropout kernel, chosen
+# from nine configurations (:term:`autotuning`); softmax under ``torch.compile``; and a matmul from
 # :term:`cuBLAS`. Guess which first call takes longest.
 
 CALLS = (1, 2, 3, 10)
@@ -849,14 +857,14 @@ alike = next(
     (mib for mib in gain if all(gain[m] < 1.01 for m in gain if m >= mib)), last
 )
 lab.read(
-    f"The cache helps most at {most:,} MiB, by a factor of {gain[most]:.2f}. "
+    f"The cache helps most at {most:,} MiB, by a factor of {gain[most]:.2f}"
     + (
-        f"It helps less at {fits:,} MiB, although that would fit (we do not know why), and hardly "
+        f"; we do not know why it helps less at {fits:,} MiB, which would fit. "
         if gain[fits] < gain[most]
-        else "It hardly helps "
+        else ". "
     )
-    + f"at {last:,} MiB, which no cache holds. A benchmark without a flush is therefore right from "
-    f"{alike:,} MiB on and too fast below, unless your program leaves the input in the cache."
+    + f"From {alike:,} MiB on, a benchmark without a flush is right. Below, its times are too "
+    "short, unless your program leaves the input in the cache."
 )
 
 # %%
@@ -976,8 +984,8 @@ lab.read(
     "`do_bench_cudagraph` shows the shortest times, since it neither flushes nor records an event "
     "between two runs."
     + (
-        f" Its {in_graph:.1f} µs would mean {by_graph:,.0f} GB/s, although no copy above exceeded "
-        f"{max(warm.values()):,}, so some of the data came from the cache."
+        f" Its {in_graph:.1f} µs would mean {by_graph:,.0f} GB/s, more than any copy above, so "
+        "some of the data came from the cache."
         if by_graph > 1.1 * max(warm.values())
         else ""
     )
@@ -1157,7 +1165,7 @@ def load_in_words(rows):
 
 
 def load_bars(axes, rows):
-    turns = "; lines: least to most" if "slower, most, %" in rows[0] else ""
+    turns = "; lines: all four turns" if "slower, most, %" in rows[0] else ""
     bars({"slower, %": ""}, f"% longer than at rest{turns}")(axes, rows)
     for place, row in enumerate(rows):
         if "slower, most, %" in row:  # from the least of the turns to the most
@@ -1250,8 +1258,14 @@ lab.read(
         else "."
     )
     + (
-        f" The matmul of zeros also takes {slower[names[1]]:.1f} % longer, although it draws only "
-        f"{watts[names[1]]:.0f} W, and we do not know why (see the fold)."
+        " The matmul of zeros also slows down"
+        + (
+            ", with the same reason given"
+            if reason not in ("not readable", "none")
+            and works[names[1]].get("reason") == reason
+            else ""
+        )
+        + f", although it draws only {watts[names[1]]:.0f} W; we do not know why (see the fold)."
         if low and clock_falls(names[1])
         else ""
     )
@@ -1305,11 +1319,7 @@ lab.together(
                 if reason not in ("not readable", "none")
                 else ""
             )
-            + (
-                ", and we do not know why it falls at a power so far below the limit. "
-                if low
-                else ". "
-            )
+            + ". "
             if clock_falls(names[1])
             else ""
         )
@@ -1510,7 +1520,9 @@ lab.table(
         for kind in apart
         if twins
     ],
-    f"One {twins.get('kernel', 'kernel')} under two names",
+    f"One {twins.get('kernel', 'kernel')} under two names".replace(
+        "matmul of 2,048", "matmul of 2,048 × 2,048"
+    ),
 )
 
 # %%
@@ -1652,8 +1664,7 @@ lab.together(
 #
 # **What breaks it: counting the wrong bytes.** :math:`Q` is what the job needs, not what one
 # program happens to move. The five PyTorch operations at the beginning of :doc:`/chapters/softmax`
-# read and write eight matrices, although the job needs only two. If we count all eight, the waste
-# passes for speed.
+# read and write eight matrices, although the job needs only two.
 
 
 # Measuring
@@ -1698,8 +1709,9 @@ text = "The chapter on softmax has no record yet, so there is nothing to compare
 if results.find("softmax"):
     claimed, real, book = softmax_speeds()
     text = (
-        f"At 4,096 columns, the five operations then seem to reach {claimed:,.0f} GB/s. By the "
-        f"bytes needed, they reach {real:,.0f}, and the book's kernel {book:,.0f}."
+        "If we count all eight, the waste passes for speed: at 4,096 columns, the five operations "
+        f"seem to reach {claimed:,.0f} GB/s. By the bytes needed, they reach {real:,.0f}, and the "
+        f"book's kernel {book:,.0f}."
     )
 lab.read(text)
 
@@ -1918,7 +1930,8 @@ waiting = [name for name, points in placed.items() if waits_for(points) == "memo
 *others, last_one = dict.fromkeys(name.partition(",")[0] for name in waiting) or [""]
 lab.read(
     f"{', '.join(others).capitalize()} and {last_one} lie left of the ridge at {ridge:,.0f} FLOPs "
-    "per byte, so near the roof, only moving fewer bytes can make them faster."
+    "per byte, so near the roof, they get faster only if the job needs fewer bytes: by a smaller "
+    "dtype, or by fusing it with its neighbour."
 )
 
 # %%
@@ -2470,7 +2483,8 @@ lab.together(
 # These four numbers, compared with those on paper, tell you where to search. As a rule of thumb,
 # HBM or an :term:`SM` is busy above 60 % of its peak.
 #
-# - *HBM above 80 %, bytes as on paper:* the kernel is near its roof. Move fewer bytes.
+# - *HBM above 80 %, bytes as on paper:* the kernel is near its roof. Use a smaller dtype, or
+#   fuse it with its neighbour.
 # - *HBM busy, more bytes than on paper:* look for spills, a second read that no cache catches, or
 #   neighbouring threads that do not load neighbouring addresses (:term:`coalescing`).
 # - *SMs busy:* use fewer instructions, or :term:`matrix units <matrix unit>` for any matmul.
@@ -2493,8 +2507,7 @@ lab.together(
 # - *Different on every run:* identical runs vary. Take the median of more of them.
 # - *Different after another kernel:* the clock may have changed. Shuffle the order, and run an A/A
 #   test.
-# - *Dominated by the host:* launches outlast kernels. Replay a CUDA graph, if shapes and addresses
-#   stay the same.
+# - *Dominated by the host:* launches outlast kernels. Replay a CUDA graph.
 # - *Far below the roof:* the kernel wastes something. Print ``n_regs`` and ``n_spills``, then
 #   compare the bytes of ``ncu`` with those on paper.
 #
