@@ -595,16 +595,10 @@ checked
 # How fast is it?
 # ---------------
 #
-# Our yardstick is *linear scaling*, the dashed line in the next figure: the time of one GPU alone
-# with the same kernels, divided by the number of GPUs. Two changes lead from the obvious version to
-# ours:
-#
-# 1. *contiguous*: each rank holds one piece and waits for each transfer before it computes;
-# 2. *zig-zag*: the same with two pieces per rank, one from either end;
-# 3. *zig-zag, transfers hidden*: keys and gradients travel while the rank computes.
-#
-# Both passes run under a causal mask, with 16 heads of 128 in bfloat16, and ``seqlen`` counts the
-# tokens of all ranks. A bar is the median of three rounds, each as long as its slowest rank.
+# How much of their speed do GPUs keep when they share one attention? Our yardstick is *linear
+# scaling*, the dashed line in the next figure: the time of one GPU alone with the same kernels,
+# divided by the number of GPUs. We time both passes under a causal mask, with 16 heads of 128 in
+# bfloat16; ``seqlen`` counts the tokens of all ranks.
 
 # Measuring
 ROUNDS = 1 if TINY else 3
@@ -817,15 +811,38 @@ beside = lab.bench(
 
 # %%
 
+# Reading
+nan = float("nan")
+of_record = speed.provenance or {}
+WORLD = of_record.get("world", ranks.world)
+length = (65536 if WORLD == 2 else 131072) // SHRINK
+first, last = LENGTHS[0], LENGTHS[-1]
+
+
+def percent(name, n):
+    """The share of linear scaling that a version reaches at a length, in percent."""
+    return 100 * speed.share(name, seqlen=n)
+
+
+took = {
+    name: speed.milliseconds_at(name, seqlen=length) for name in ("ideal", *VERSIONS)
+}
+lab.read(
+    f"One GPU takes {WORLD * took['ideal']:.0f} ms for {length:,} tokens, so {WORLD} GPUs could "
+    f"take {took['ideal']:.0f} ms. **Our ring takes {took['Kernel Book']:.0f} ms, which is "
+    f"{percent('Kernel Book', length):.0f} % of linear scaling.** In the figure, contiguous and "
+    "zig-zag wait for each transfer before they compute; with transfers hidden, keys and gradients "
+    "travel while the rank computes:"
+)
+
+# %%
+
 # Drawing
 # In this order, because the first colour is much like the blue of Kernel Book.
 for reserved in ("-", "cuDNN CP", "network"):
     lab.colour(reserved)
 RUNGS = ["contiguous", "zig-zag", "Kernel Book", "all to all"]
 NAMES = {"Kernel Book": "zig-zag, transfers hidden"}
-of_record = speed.provenance or {}
-WORLD = of_record.get("world", ranks.world)
-length = (65536 if WORLD == 2 else 131072) // SHRINK
 lab.ladder(
     speed,
     "Share of linear scaling, forward and backward",
@@ -838,45 +855,26 @@ lab.ladder(
 # %%
 
 # Reading
-nan = float("nan")
-
-
-def percent(name, n):
-    """The share of linear scaling that a version reaches at a length, in percent."""
-    return 100 * speed.share(name, seqlen=n)
-
-
 share = {name: speed.share(name, seqlen=length) for name in RUNGS}
 by_layout = share["zig-zag"] / share["contiguous"]
 by_hiding = share["Kernel Book"] / share["zig-zag"]
 promised = 2 - 1 / WORLD  # W - 1/2 units against W/2
-first, last = LENGTHS[0], LENGTHS[-1]
 balanced = {n: percent("zig-zag", n) / percent("contiguous", n) for n in LENGTHS}
-exchanged = max(
-    abs(100 * (speed.milliseconds_at("all to all", seqlen=n) / took - 1))
-    for n in LENGTHS
-    for took in [speed.milliseconds_at("zig-zag", seqlen=n)]
-)
+saved_ms = took["zig-zag"] - took["Kernel Book"]
 lab.read(
     ("**The layout brings the larger gain.** " if by_layout > by_hiding else "")
-    + f"On the longest sequence, zig-zag is {balanced[last]:.2f} times as fast as contiguous parts"
+    + f"At {length:,} tokens, zig-zag brings the time from {took['contiguous']:.0f} ms down to "
+    f"{took['zig-zag']:.0f}, and hiding the transfers "
     + (
-        f", almost the {promised:.2f} that counting scores promised. "
+        f"saves {saved_ms:.0f} ms more. "
+        if saved_ms > 0
+        else f"adds {-saved_ms:.0f} ms. "
+    )
+    + f"At {last:,} tokens, zig-zag is {balanced[last]:.2f} times as fast as contiguous parts"
+    + (
+        f", almost the {promised:.2f} that counting scores promised."
         if 0.95 < balanced[last] / promised < 1
-        else f"; counting scores promised {promised:.2f}. "
-    )
-    + (
-        "It gains less on shorter ones, probably because the count leaves out transfers and "
-        "launches. "
-        if max(balanced[n] for n in LENGTHS[:-1]) < balanced[last] < promised
-        else ""
-    )
-    + f"The time of all to all is within {numpy.ceil(exchanged):.0f} % of zig-zag's"
-    + (
-        ", although in both passes together it sends half as many bytes; we did not look for the "
-        "reason."
-        if exchanged < 2 and WORLD == 2
-        else "."
+        else f"; counting scores promised {promised:.2f}."
     )
 )
 
@@ -901,40 +899,31 @@ gained = [n for n in LENGTHS if n not in in_doubt and not gains[n] < 0]
 given_up = [n for n in LENGTHS if n not in in_doubt and gains[n] < 0]
 
 
-def on_length(n):
-    """A length as the ladder shows it: the shortest, the longest or so many tokens."""
-    ends = {first: "on the shortest sequence", last: "on the longest sequence"}
-    return ends.get(n, f"at {n:,} tokens")
-
-
-def points_at(lengths, units):
-    """The points gained or lost at some lengths, in words."""
-    return " and ".join(
-        f"{abs(gains[n]):.0f}{' points' * units} {on_length(n)}"
-        for n, units in zip(lengths, (units, *[False] * len(lengths)), strict=False)
-    )
-
-
 ours_took, zigzag_took = (rounds_of(name, first) for name in ("Kernel Book", "zig-zag"))
-changes = [
-    f"{verb} {points_at(lengths, units)}"
-    for verb, lengths, units in (
-        ("gains", gained, True),
-        ("loses", given_up, not gained),
-    )
-    if lengths
-]
+at_first = {name: speed.milliseconds_at(name, seqlen=first) for name in RUNGS}
+one_gpu = WORLD * speed.milliseconds_at("ideal", seqlen=first)
+none_pays = min(at_first.values()) > one_gpu
+all_pay = all(WORLD * percent(name, LENGTHS[-2]) > 100 for name in RUNGS)
 lab.read(
-    (f"**Hiding the transfers {' but '.join(changes)}.** " if changes else "")
+    (
+        f"**At {first:,} tokens, {WORLD} GPUs are slower than one.** One GPU takes {one_gpu:.1f} "
+        f"ms, and the four versions take {min(at_first.values()):.1f} to "
+        f"{max(at_first.values()):.1f} ms. "
+        if none_pays
+        else f"At {first:,} tokens, our ring reaches {percent('Kernel Book', first):.0f} % of "
+        "linear scaling. "
+    )
     + (
-        "There, waiting for each transfer is the better choice; we did not look for the reason. "
-        if given_up == [first]
+        f"Hiding the transfers even loses {-gains[first]:.0f} points against waiting for them, "
+        "for a reason that we did not look for. "
+        if first in given_up
         else ""
     )
     + (
-        f"{' and '.join(map(on_length, in_doubt)).capitalize()}, the change is within the noise: "
-        "two measurements of our ring differ by more."
-        if in_doubt
+        "Leave such a sequence on one GPU, and give the other GPUs sequences of their own."
+        if none_pays and WORLD > 2
+        else "Leave such a sequence on one GPU, and give the other GPU a sequence of its own."
+        if none_pays
         else ""
     )
 )
@@ -1047,7 +1036,7 @@ costs = lab.measure("What a call costs before it computes, both passes", call_co
 
 # %%
 
-# Reading
+# Measuring
 of_part = LENGTHS[0] // WORLD
 without_merge = WORLD * sum(
     measured_step(of_part, f"own, {which}") for which in ("forward", "backward")
@@ -1080,24 +1069,21 @@ alone_take = (
     f"{share_in_words(by_kernels / ring_ms)} of the ring's time and the host "
     f"{share_in_words(ring_cost / ring_ms)}"
 )
-lab.read(
-    ("**Short sequences scale worse in every version.** " if lost else "")
+why_short = (
+    f"Neither the kernels nor the host explains this alone: {alone_take}"
     + (
-        f"Neither the kernels nor the host explains this alone: {alone_take}"
-        + (
-            f", while linear scaling allows {100 * ideal_ms / ring_ms:.0f} %."
-            if min(by_kernels, ring_cost) > ideal_ms
-            else "."
-        )
-        if max(by_kernels, ring_cost) < 0.9 * ring_ms
-        else f"Either the kernels or the host may cause the loss: {alone_take}. Since the two "
-        "overlap in the ring, we cannot tell which it is."
+        f", while linear scaling allows {100 * ideal_ms / ring_ms:.0f} %."
+        if min(by_kernels, ring_cost) > ideal_ms
+        else "."
     )
+    if max(by_kernels, ring_cost) < 0.9 * ring_ms
+    else f"Either the kernels or the host may cause the loss: {alone_take}. Since the two "
+    "overlap in the ring, we cannot tell which it is."
 )
 
 # %%
 
-# Folded: The times of kernels and host
+# Folded: Why do short sequences scale worse?
 timed_alone = [
     (f"linear scaling, {LENGTHS[0]:,} tokens", ideal_ms),
     (f"the ring, {LENGTHS[0]:,} tokens", ring_ms),
@@ -1127,9 +1113,35 @@ lab.together(
         "The times of kernels and host, both passes",
     ),
     lab.read(
-        f"Two measurements of our ring differ by up to {between_sweeps:.1f} points of linear "
-        "scaling."
+        ("Short sequences scale worse in every version. " if lost else "")
+        + why_short
+        + (
+            " Zig-zag, too, gains less on shorter sequences, probably because counting scores "
+            "leaves out transfers and launches."
+            if max(balanced[n] for n in LENGTHS[:-1]) < balanced[last] < promised
+            else ""
+        )
+        + (
+            f" Where {WORLD} GPUs become faster than one, between {first:,} and "
+            f"{LENGTHS[-2]:,} tokens, we did not time."
+            if none_pays and all_pay
+            else ""
+        )
     ),
+)
+
+# %%
+
+# Folded: How exact are the bars?
+effects = [
+    *(f"gains {gains[n]:.0f} points at {n:,} tokens" for n in gained),
+    *(f"loses {-gains[n]:.0f} points at {n:,} tokens" for n in given_up),
+    *(f"makes no difference beyond this noise at {n:,} tokens" for n in in_doubt),
+]
+lab.read(
+    "A bar is the median of three rounds, each as long as its slowest rank. Two measurements of "
+    f"our ring differ by up to {between_sweeps:.1f} points of linear scaling. Hiding the "
+    f"transfers {' and '.join(part for part in (', '.join(effects[:-1]), effects[-1]) if part)}."
 )
 
 # %%
@@ -1173,30 +1185,47 @@ def compared(found):
     )
 
 
-def beside_ours(name, found):
-    """How long PyTorch's ring takes, as a paragraph."""
-    untimed = [n for n in LENGTHS if n not in PEER_LENGTHS]
-    return (
-        "**PyTorch's own ring**, the experimental `context_parallel` with "
-        f"{name.removesuffix(' CP')}'s attention, takes {compared(found)}. The two use different "
-        "kernels"
-        + (
-            ", and we did not time the shortest sequence, where ours is weakest."
-            if untimed == [first] and lost
-            else "."
+exchanged = max(
+    abs(
+        100
+        * (
+            speed.milliseconds_at("all to all", seqlen=n)
+            / speed.milliseconds_at("zig-zag", seqlen=n)
+            - 1
         )
     )
-
-
+    for n in LENGTHS
+)
+untimed = [n for n in LENGTHS if n not in PEER_LENGTHS]
 lab.read(
-    " ".join(beside_ours(name, found) for name, found in timed_peers.items() if found)
-    if any(timed_peers.values())
-    else "PyTorch's context parallelism did not run here; the figure gives the reason."
+    ("**Two other ways are nearly as fast.** " if exchanged < 15 else "")
+    + f"All to all comes within {numpy.ceil(exchanged):.0f} % of zig-zag's time"
+    + (
+        ", although in both passes together it sends half as many bytes; we did not look for the "
+        "reason. "
+        if exchanged < 2 and WORLD == 2
+        else ". "
+    )
+    + (
+        " ".join(
+            "PyTorch's own ring, the experimental `context_parallel` with "
+            f"{name.removesuffix(' CP')}'s attention, takes {compared(found)}"
+            + (
+                " on the longer sequences; we did not time the shortest, where ours is weakest."
+                if untimed == [first] and lost
+                else "."
+            )
+            for name, found in timed_peers.items()
+            if found
+        )
+        if any(timed_peers.values())
+        else "PyTorch's context parallelism did not run here; the figure gives the reason."
+    )
 )
 
 # %%
 
-# Folded: Both rings, in percent of linear scaling
+# Folded: How does PyTorch's ring, with its own kernels, compare?
 lab.plot(
     beside,
     "Our ring and PyTorch's context parallelism",
@@ -1308,17 +1337,18 @@ def tensors(held, size):
     return held * 2**30 / (MEMORY_LENGTH / size * per_token)
 
 
+kept = LAYERS * KEPT * MEMORY_LENGTH * per_token / 2**30
 lab.read(
-    f"**With {most} GPUs, each keeps {'half' if most == 2 else f'1/{most}'} as much per layer for "
-    "the backward pass, but a layer's peak memory falls by only "
-    f"{100 * (1 - together / gib.get(1, nan)):.0f} %**, because parts and gradients in transit add "
-    "to it. Only one layer at a time needs these."
+    f"**What is kept for the backward pass is shared evenly.** By the count at the top of this "
+    f"page, {LAYERS} layers keep {kept:.0f} GiB for {MEMORY_LENGTH:,} tokens on one GPU, or "
+    f"{kept / most:.0f} GiB on each of {most}. A layer's peak memory falls by only "
+    f"{100 * (1 - together / gib.get(1, nan)):.0f} %, because parts and gradients in transit add "
+    "to it, though only in one layer at a time."
 )
 
 # %%
 
-# Folded: The memory of each GPU
-kept = LAYERS * KEPT * MEMORY_LENGTH * per_token / 2**30
+# Folded: How much memory does each GPU need?
 lab.together(
     lab.table(
         [
@@ -1718,11 +1748,7 @@ lab.together(
 # Eight, 64 and 1,024 GPUs
 # ------------------------
 #
-# For more GPUs than we have, we simulate a ring from the pieces that we measured. A step lasts as
-# long as the slowest of three: its scores, the transfer that overlaps them, and the host's launch.
-# The last gradients add to the total, because nothing hides them. Eight GPUs share a host, and we
-# assume the NVLink speed of our pair. For more GPUs we take a network card at its full speed, since
-# the slowest link sets the pace of the ring.
+# How long must a text be to keep 64 GPUs busy?
 
 
 # Measuring
@@ -1763,40 +1789,64 @@ def linear(world, tokens, link):
     return 100 * alone(tokens) / world / simulated(world, tokens, link)[0]
 
 
+PER_RANK = [2 ** (eighth / 8) for eighth in range(96, 137)]  # 4Ki to 128Ki
+GOOD = 80
+
+
+def reaches(world, link):
+    """The tokens per rank from which a simulated ring keeps GOOD percent of linear scaling."""
+    shares = [linear(world, world * n, link) for n in PER_RANK]
+    return 2 ** float(numpy.interp(GOOD, shares, numpy.log2(PER_RANK)))
+
+
+def about(tokens):
+    """A length, rounded to two digits."""
+    return float(f"{tokens:.1e}")
+
+
+# %%
+
+# Reading
+enough_of = {n: about(reaches(n, link)) for n, link in CLUSTERS.items() if steps.rows}
+enough = enough_of.get(64, nan)
+lab.together(
+    lab.read(
+        f"**About {about(64 * enough) / 1e6:.1f} million tokens, by a simulation, or {enough:,.0f} "
+        f"per GPU.** There the ring reaches {GOOD} % of linear scaling (the right dot in the next "
+        f"figure). We have only {WORLD} GPUs, so we put larger rings together from the steps and "
+        "transfers that we measured: a step lasts as long as the slowest of its scores, the "
+        "transfer that overlaps them, and the host's launch."
+    ),
+    lab.read(
+        f"Eight GPUs share a host, so we give them the speed of {joined} that we measured. A "
+        "larger ring leaves the host, and a network card sets its pace; we assume the card's full "
+        f"{NETWORK / 1e9:.0f} GB/s:"
+    ),
+)
+
 # %%
 
 
 # Drawing
-PER_RANK = [2 ** (eighth / 8) for eighth in range(96, 137)]  # 4Ki to 128Ki
-
-
 def curves(axes, rows):
     ours, over_network = lab.colour("Kernel Book"), lab.colour("network")
     knee = hidden_from("backward", NETWORK)
     note = {"fontsize": 9, "color": "#59636e"}
     axes.axvline(knee, color="#59636e", linewidth=0.8, linestyle=":")
-    axes.text(0.95 * knee, 6, "the card hides transfers from here", ha="right", **note)
+    axes.text(0.96 * knee, 4, "the card hides transfers from here", ha="right", **note)
     ends = PER_RANK[0] / 1.2, PER_RANK[-1] * 1.2
     axes.axvspan(largest, ends[1], color="#59636e", alpha=0.1, linewidth=0)
-    axes.text(1.06 * largest, 6, "lines extrapolated", **note)
-    looks = {
-        8: ("8 GPUs, NVLink", {"color": ours, "linewidth": 2.2}),
-        64: ("64 GPUs, network card", {"color": over_network, "linewidth": 2.2}),
-        1024: (
-            "1,024 GPUs, network card",
-            {"color": "#1f2328", "linestyle": (0, (1, 3)), "linewidth": 2.2},
-        ),
-    }
-    for world, (name, look) in looks.items():
-        shares = [linear(world, world * n, CLUSTERS[world]) for n in PER_RANK]
-        axes.plot(PER_RANK, shares, label=name, **look)
-    shares = [linear(WORLD, WORLD * n, bandwidth) for n in PER_RANK]
-    look = {"color": ours, "linestyle": "--", "linewidth": 1}
-    axes.plot(PER_RANK, shares, label=f"{WORLD} GPUs, simulated", **look)
-    found = [percent("Kernel Book", n) for n in LENGTHS]
-    dots = {"color": ours, "marker": "o", "linestyle": "", "markersize": 6}
-    parts = [n / WORLD for n in LENGTHS]
-    axes.plot(parts, found, label=f"{WORLD} GPUs, measured", **dots)
+    axes.text(1.06 * largest, 4, "extrapolated", **note)
+    axes.axhline(GOOD, color="#59636e", linewidth=0.8, linestyle="--")
+    for world, ink in ((8, ours), (64, over_network)):
+        link = CLUSTERS[world]
+        shares = [linear(world, world * n, link) for n in PER_RANK]
+        axes.plot(PER_RANK, shares, color=ink, linewidth=2.2)
+        axes.plot(reaches(world, link), GOOD, color=ink, marker="o", markersize=7)
+    look = {"fontsize": 10, "color": ours, "ha": "right", "va": "bottom"}
+    axes.text(6000, 50, f"8 GPUs,\n{joined}", **look)
+    look |= {"color": over_network, "va": "top"}
+    axes.text(0.96 * knee, 30, "64 or 1,024 GPUs,\nnetwork card", **look)
     axes.set_xscale("log", base=2)
     axes.set_xticks([2**k for k in range(12, 18)], [f"{2**k:,}" for k in range(12, 18)])
     axes.set(xlim=ends, ylim=(0, 105))
@@ -1813,56 +1863,40 @@ def in_words_of(rows):
         for world, link in CLUSTERS.items()
     )
     return (
-        "Lines that rise with the number of tokens per rank and stay flat from 32,768: "
-        f"{found}. The lines of 64 and of 1,024 GPUs lie on each other. A dotted line stands near "
-        "the length at which they become flat. Three dots, measured, lie on or below a dashed line."
+        "Two lines that rise with the number of tokens per rank and stay flat from 32,768: "
+        f"{found}. One line stands for 64 and for 1,024 GPUs. A dot marks where each line reaches "
+        f"{GOOD} %, and a dotted line the length from which the network card hides its transfers."
     )
 
 
-lab.draw(steps, "The ring with more GPUs, by tokens per rank", in_words_of, curves)
+lab.draw(steps, "Larger rings, simulated", in_words_of, curves)
 
 # %%
 
 # Reading
-GOOD = 80
-differ = {n: linear(WORLD, n, bandwidth) - percent("Kernel Book", n) for n in LENGTHS}
-apart = ", ".join(
-    f"{points:+.0f}".replace("-", "\N{MINUS SIGN}") + f" at {n // WORLD:,}"
-    for n, points in differ.items()
+between_lines = max(
+    abs(linear(64, 64 * n, NETWORK) - linear(1024, 1024 * n, NETWORK)) for n in PER_RANK
 )
 lab.read(
-    "**In this simulation, 64 and 1,024 GPUs lie on one line**, because it includes no slow rank "
-    "and no shared switch. We can check it only on our own GPUs, against the dots: "
+    "**Again, only the tokens per rank count.** "
     + (
-        f"it promises {differ[first]:.0f} points too much at {first // WORLD:,} tokens per rank "
-        f"and {differ[last]:.0f} at {last // WORLD:,}, so real rings probably need longer parts "
-        "than these:"
-        if min(differ.values()) > 0
-        else f"at each number of tokens per rank it is off by these points: {apart}."
+        "Rings of 64 and of 1,024 GPUs share one line, since in the simulation their steps take "
+        "equally long. "
+        if between_lines < 2
+        else f"Rings of 64 and of 1,024 GPUs lie within {between_lines:.0f} points. "
     )
+    + "Sixteen times as many GPUs therefore need a text sixteen times as long:"
 )
 
 # %%
-
-
-def reaches(world, link):
-    """The tokens per rank from which a simulated ring keeps GOOD percent of linear scaling."""
-    shares = [linear(world, world * n, link) for n in PER_RANK]
-    return 2 ** float(numpy.interp(GOOD, shares, numpy.log2(PER_RANK)))
-
-
-def about(tokens):
-    """A length, rounded to two digits."""
-    return float(f"{tokens:.1e}")
-
 
 lab.table(
     [
         {
             "GPUs": f"{world:,}",
             "connection": joined if link == bandwidth else "network card",
-            "tokens per rank": f"{about(reaches(world, link)):,.0f}",
-            "tokens in all": f"{about(world * about(reaches(world, link))):,.0f}",
+            "tokens per rank": f"{enough_of[world]:,.0f}",
+            "tokens in all": f"{about(world * enough_of[world]):,.0f}",
         }
         for world, link in CLUSTERS.items()
     ]
@@ -1870,6 +1904,8 @@ lab.table(
     else [],
     f"Where a simulated ring reaches {GOOD} % of linear scaling",
 )
+
+# %%
 
 # %%
 
@@ -1885,7 +1921,7 @@ by_host = max(
     ),
     default=0,
 )
-enough = about(reaches(8, bandwidth)) if steps.rows else nan
+enough = enough_of.get(8, nan)
 stretch = enough / about(hidden_from("backward", bandwidth))
 flat = (
     {round(linear(n, n * largest, link)) for n, link in CLUSTERS.items()}
@@ -1893,9 +1929,9 @@ flat = (
     else {nan}
 )
 lab.read(
-    "**Hidden transfers alone do not give linear scaling.** To reach "
-    f"{GOOD} % over {joined}, eight GPUs need parts {stretch:.1f} times as long as the formula "
-    "asks for: shorter parts take longer per score"
+    f"**Hiding the transfers is not enough.** Over {joined}, the formula hides them from "
+    f"{round(hidden_from('backward', bandwidth), -2):,.0f} tokens per rank, but for {GOOD} % eight "
+    f"GPUs need {stretch:.1f} times as many: shorter parts take longer per score"
     + (
         " and, almost up to that length, also wait for the host."
         if 0.8 < by_host / enough < 1
@@ -1907,7 +1943,20 @@ lab.read(
 
 # %%
 
-# Folded: The simulation in numbers
+# Reading
+promises = {n: linear(WORLD, n, bandwidth) for n in LENGTHS}
+differ = {n: promises[n] - percent("Kernel Book", n) for n in LENGTHS}
+lab.read(
+    ("**Plan with longer parts than these.** " if min(differ.values()) > 0 else "")
+    + f"We can check the simulation only on our own {WORLD} GPUs. At {first // WORLD:,} tokens per "
+    f"rank it promises {promises[first]:.0f} % of linear scaling where we measured "
+    f"{percent('Kernel Book', first):.0f}, and at {last // WORLD:,} it promises "
+    f"{promises[last]:.0f} % where we measured {percent('Kernel Book', last):.0f}."
+)
+
+# %%
+
+# Folded: What does the simulation include, and how far is it off?
 rows = []
 for world, link in CLUSTERS.items():
     for n in (8192, 16384, 32768):
@@ -1924,14 +1973,29 @@ for world, link in CLUSTERS.items():
         )
 lab.together(
     lab.table(rows if steps.rows else [], "The ring with more GPUs, simulated"),
+    lab.table(
+        [
+            {
+                "tokens per rank": f"{n // WORLD:,}",
+                "simulated": f"{promises[n]:.0f} %",
+                "measured": f"{percent('Kernel Book', n):.0f} %",
+                "points too much": f"{differ[n]:.0f}",
+            }
+            for n in LENGTHS
+        ]
+        if steps.rows
+        else [],
+        f"The check on {WORLD} GPUs, in percent of linear scaling",
+    ),
     lab.read(
-        "We interpolate between the lengths that we timed and extrapolate beyond "
-        f"{largest:,} tokens. The lines of 8 or more GPUs level off near "
-        f"{' or '.join(map(str, sorted(flat)))} %, because a forward step over another rank's keys "
-        f"takes {100 * (slower - 1):.0f} % longer than as many scores of a rank's own part. Eight "
-        "GPUs lie below two, since a smaller share of their steps is over a rank's own keys. On "
-        f"eight GPUs the host limits steps of up to {about(by_host):,.0f} tokens, and probably "
-        "fewer, since we charge all of its time to the steps."
+        "The last gradients add to the total, because nothing hides them. No rank is slow and no "
+        "switch is shared; a real ring may have both. We interpolate between the lengths that we "
+        f"timed and extrapolate beyond {largest:,} tokens. The lines of 8 or more GPUs level off "
+        f"near {' or '.join(map(str, sorted(flat)))} %, because a forward step over another rank's "
+        f"keys takes {100 * (slower - 1):.0f} % longer than as many scores of a rank's own part. "
+        "Eight GPUs would lie below two, since a smaller share of their steps is over a rank's own "
+        f"keys. On eight GPUs the host limits steps of up to {about(by_host):,.0f} tokens, and "
+        "probably fewer, since we charge all of its time to the steps."
     ),
 )
 
@@ -2148,7 +2212,13 @@ lab.read(
     ("**A ring suits long parts.** " if lost else "")
     + f"Ours reaches {100 * share['Kernel Book']:.0f} % of linear scaling at {length:,} tokens "
     f"{'but only' if lost else 'and'} {percent('Kernel Book', first):.0f} % at {first:,}"
-    + (", where hiding the transfers does not pay off" if first in given_up else "")
+    + (
+        ", which is slower than one GPU alone"
+        if none_pays
+        else ", where hiding the transfers does not pay off"
+        if first in given_up
+        else ""
+    )
     + ". Over a network card, transfers hide from about "
     f"{round(hidden_from('backward', NETWORK), -3):,.0f} tokens per rank."
 )

@@ -25,6 +25,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import MultipleLocator
 
 from kernelbook import attention, lab, reference, runtime
 from kernelbook.lab.attention_bench import (
@@ -1994,17 +1995,6 @@ lab.together(
 # What keeps the speedup below 1.4
 # --------------------------------
 
-# Reading
-faster, when_causal = (
-    1 + gain("Kernel Book", mask, "two sweeps") for mask in ("full", "causal")
-)
-lab.read(
-    f"**On the ladder, one sweep is {faster:.2f} times as fast as two in full attention, and "
-    f"{when_causal:.2f} times under a causal mask.** We suspect the shared sum, because two "
-    "sweeps keep every gradient in registers. But the two versions also differ in language and "
-    "roles, and nothing here times the sum alone."
-)
-
 # %%
 
 
@@ -2258,19 +2248,6 @@ moved_table = lab.table(
 
 # %%
 
-# Reading
-ideal, bound = counted(whole_step)  # cycles of the matmul units, and of shared memory
-without_sum = moved_kib["without the sum"] * KIB / 128
-assert without_sum < ideal < bound
-needed = cycles(whole_step)
-lab.read(
-    "**With the part of dQ, shared memory needs more time than the matmuls:** by count, "
-    f"{100 * (bound / ideal - 1):.0f} % more cycles per step. Without the part to write and read, "
-    "it would need less time than they do."
-)
-
-# %%
-
 # Drawing
 in_order = next((row for row in of_all.rows if row["rung"] == "a fixed order"), None)
 any_order = next((row for row in of_all.rows if row["rung"] == "an adder"), None)
@@ -2312,58 +2289,42 @@ def bars_of_a_step(axes, _):
 
 # %%
 
-# Folded: The count of shared memory, row by row, and its test
-off = 100 * max(needed / bound - 1, cycles("all five") / ideal - 1)
-lab.draw(
-    by_part,
-    "Cycles of a step at head_dim 128, full",
-    bars_in_words,
-    bars_of_a_step,
+# Reading
+faster, when_causal = (
+    1 + gain("Kernel Book", mask, "two sweeps") for mask in ("full", "causal")
 )
-lab.together(
-    lab.read(
-        f"**What is missing.** In full attention, one sweep is {faster:.2f} times as fast as two "
-        f"rather than 1.4 times, so each of its matmuls takes 1.4 / {faster:.2f} = "
-        f"{7 / 5 / faster:.2f} times as long as a matmul of two sweeps."
-    ),
-    lab.read(
-        "**The count.** Five matmuls are 5 · 2 · 64 · 128 · 128 operations, of which the matmul "
-        "units of an SM do 4,096 per cycle. Shared memory moves 128 bytes per cycle. From it, the "
-        "matmuls of each consumer read eight operands of 64 × 128 numbers: two each for S, dP and "
-        "the part, and one each for dV and dK."
-    ),
-    moved_table,
-    lab.read(
-        f"**The test.** The count is right to within {off:.0f} % for two kernels: one with nothing "
-        f"but the five matmuls, which takes {cycles('all five'):,.0f} cycles per step, and one "
-        "that also stores as many bytes as a step moves besides its operands, which takes "
-        f"{needed:,.0f}."
-    ),
-    by_part,
+ideal, bound = counted(whole_step)  # cycles of the matmul units, and of shared memory
+without_sum = moved_kib["without the sum"] * KIB / 128
+assert without_sum < ideal < bound
+needed = cycles(whole_step)
+lab.read(
+    "Five matmuls instead of seven promise a factor of 1.4, but on the ladder one sweep is only "
+    f"{faster:.2f} times as fast as two in full attention, and {when_causal:.2f} times under a "
+    "causal mask. What does it do with the rest of its time? **The matmul units pause twice in "
+    "every step, and between the pauses the matmuls take longer than counted.**"
 )
 
 # %%
-# **Where the other cycles go.** A step takes longer than either count. On the rung “a fixed order”,
-# consumers and adder record the cycle counter of their SM (a *stamp*). A numbered box spans these
-# waits and the work around them; wait 8 is the gap after box 7. The first row is inferred: once the
-# last matmul in flight has had its counted cycles, the units pause until a consumer issues the
-# next.
+# **The picture shows one step in full attention,** as a running program recorded it. The numbers
+# are those of the waits; wait 8 is the gap after box 7. The top row is inferred: once the last
+# matmul issued has had its counted cycles, the units pause until a consumer issues the next.
 
 
 # Drawing
-PIECES = {  # from one point to another, what is written there, and the fill
+PIECES = {  # from one point to another, the waits, what is done, and the fill
     "consumers": [
-        ("begins", "scores", "1–3", "#eaf2fb"),
-        ("scores", "dS", "4", "#eaf2fb"),
-        ("dS", "met", "5", "#eaf2fb"),
-        ("met", "matmuls", "6", "#eaf2fb"),
-        ("matmuls", "handed over", "7", "#eaf2fb"),
+        ("begins", "scores", "1–3", "wait for S", "#eaf2fb"),
+        ("scores", "dS", "4", "make P, dS", "#eaf2fb"),
+        ("dS", "met", "5", "meet", "#eaf2fb"),
+        ("met", "matmuls", "6", "part", "#eaf2fb"),
+        ("matmuls", "handed over", "7", "hand over", "#eaf2fb"),
     ],
     "adder": [
-        ("asks", "its turn", "turn", "#f6f8fa"),
-        ("its turn", "added", "adds", "#fff4e5"),
+        ("asks", "its turn", "", "wait for turn", "#f6f8fa"),
+        ("its turn", "added", "", "add", "#fff4e5"),
     ],
 }
+PER_LETTER = 68  # cycles that a letter takes in the figure
 ROLE_OF = {"consumer 0": "consumers", "consumer 1": "consumers", "adder": "adder"}
 ROLES = tuple(ROLE_OF)
 UNDER_WAY = counted("dq")[0]  # cycles of one matmul of both consumers
@@ -2394,48 +2355,61 @@ def pauses(rows):
     return found
 
 
-def first_drawn(rows):
-    """Which two steps are drawn: those whose pauses at the part are nearest the mean of all."""
-    wanted = in_order["pause at the part"] if in_order else nan
+def step_drawn(rows):
+    """Which step is drawn: the one whose pauses are nearest the means of all."""
+    means = (
+        [in_order[x] for x in ("pause at dS", "pause at the part")] if in_order else []
+    )
+
+    def off_by(at):
+        return sum(
+            abs(one - mean)
+            for one, mean in zip(paused(rows, slice(at, at + 1)), means, strict=False)
+        )
+
     # the adder's first stamp comes too late, so not the first step
-    firsts = range(1, max(len(pauses(rows)) - 1, 2))
-    return min(firsts, key=lambda at: abs(paused(rows, slice(at, at + 2))[1] - wanted))
+    return min(range(1, max(len(pauses(rows)), 2)), key=off_by)
 
 
 def drawn_from(rows):
-    """When the steps drawn begin and end."""
-    stamped, first = in_step(rows), first_drawn(rows)
-    return (min(one["begins"] for one in stamped[at]) for at in (first, first + 2))
+    """When the step drawn begins, and when the next one does."""
+    stamped, at = in_step(rows), step_drawn(rows)
+    return (min(one["begins"] for one in both) for both in stamped[at : at + 2])
 
 
 def timelines(axes, rows):
     since, until = drawn_from(rows)
+    whole = 1.1 * (until - since)  # with the beginning of the next step
     edge, ink = "#59636e", lab.colour("PyTorch")
-    at_work = {"color": lab.colour("matmul"), "alpha": 0.35}
-    axes.barh(0, until - since, 0.7, color="#ffffff", zorder=0.9)  # behind the pale bar
-    axes.barh(0, until - since, 0.7, label="matmul units may run", **at_work)
-    axes.barh(0, 0, color=ink, label="they pause")
-    first = first_drawn(rows)
-    for begin, end in sum(pauses(rows)[first : first + 2], []):
+    axes.barh(0, whole, 0.7, color="#ffffff", zorder=0.9)  # behind the pale bar
+    axes.barh(0, whole, 0.7, color=lab.colour("matmul"), alpha=0.35)
+    both_pauses = pauses(rows)[step_drawn(rows)]
+    write_at(axes, ((both_pauses[0][0] - since) / 2, 0), "may run", 10)
+    for (begin, end), what in zip(
+        both_pauses, ("until dS is made", "until the next S"), strict=False
+    ):
         axes.barh(0, end - begin, 0.7, begin - since, color=ink)
-        middle = min((begin + end) / 2 - since, until - since - 200)
-        text = {"ha": "center", "va": "center", "fontsize": 10, "color": ink}
-        axes.text(middle, -0.55, f"{end - begin:,.0f}", **text)
+        middle = min((begin + end) / 2 - since, whole - 650)
+        told_above = f"pause: {end - begin:,.0f} cycles,\n{what}"
+        write_at(axes, (middle, -0.85), told_above, 10, ink)
     for at, role in enumerate(ROLES, 1):
         for row in rows_of(rows, role):
-            for a, b, text, fill in PIECES[ROLE_OF[role]]:
-                begin, end = max(row[a], since) - since, min(row[b], until) - since
-                if end - begin > 100:  # what only begins at the edge is left out
-                    look = {"color": fill, "edgecolor": edge, "linewidth": 0.8}
-                    axes.barh(at, end - begin, 0.7, begin, **look)
-                if end - begin > (200 if len(text) < 4 else 450):  # a word needs room
-                    size = 10 if len(text) < 4 or end - begin > 650 else 9
-                    middle = {"ha": "center", "va": "center", "fontsize": size}
-                    axes.text((begin + end) / 2, at, text, **middle)
-    axes.set(xlim=(0, until - since), ylim=(len(ROLES) + 0.5, -0.85))
+            for a, b, number, text, fill in PIECES[ROLE_OF[role]]:
+                begin, end = max(row[a] - since, 0), min(row[b] - since, whole)
+                if end - begin < 60:  # what only begins at the edge is left out
+                    continue
+                look = {"color": fill, "edgecolor": edge, "linewidth": 0.8}
+                axes.barh(at, end - begin, 0.7, begin, **look)
+                if row[b] - since > whole:  # of the next step
+                    number, text = "", "next" if number else "add"
+                lines = [number, text if end - begin > PER_LETTER * len(text) else ""]
+                label = "\n".join(line for line in lines if line)
+                write_at(axes, ((begin + end) / 2, at), label, 9.5)
+    axes.set(xlim=(0, whole), ylim=(len(ROLES) + 0.5, -1.3))
     axes.set_xlabel("cycles of the SM")
+    axes.xaxis.set_major_locator(MultipleLocator(1000))
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-    axes.set_yticks(range(len(ROLES) + 1), ["units, counted", *ROLES])
+    axes.set_yticks(range(len(ROLES) + 1), ["matmul units", *ROLES])
     axes.grid(axis="x", visible=True)
 
 
@@ -2463,12 +2437,13 @@ def paused(rows, of):
 
 
 def in_words(rows):
-    first = first_drawn(rows)
-    at_ds, at_part = paused(rows, slice(first, first + 2))
+    at = step_drawn(rows)
+    at_ds, at_part = paused(rows, slice(at, at + 1))
     return (
-        "Timelines of the matmul units, two consumers and an adder. In each step the units have no "
-        f"work for {at_ds:,.0f} cycles while both consumers make dS, and for {at_part:,.0f} while "
-        "both hand their part over. The adder waits for its turn and adds, with hardly a gap."
+        "Timelines of the matmul units, two consumers and an adder. In the step drawn the units "
+        f"have no work for {at_ds:,.0f} cycles while both consumers make dS, and for "
+        f"{at_part:,.0f} while both hand their part over. The adder waits for its turn and adds, "
+        "with hardly a gap."
     )
 
 
@@ -2491,7 +2466,93 @@ if not traced.rows:
 
 turn = share_of_step("asks", "its turn", "adder")
 handing = share_of_step("matmuls", "handed over")
-lab.draw(traced, "Two steps of one program, in a fixed order", in_words, timelines)
+lab.draw(
+    traced,
+    "One step in a fixed order, and its two pauses",
+    in_words,
+    timelines,
+)
+
+# %%
+# **In the first pause, both consumers make dS; in the second, they hand their part over.** Could dV
+# be issued in the first pause, and the next S in the second? We tried both without a gain, in runs
+# that no record holds.
+
+# %%
+
+# Reading
+lab.read(
+    "**Count shared memory as well as matmuls.** By count, it is busy "
+    f"{100 * (bound / ideal - 1):.0f} % longer per step than the matmul units; without the part of "
+    f"dQ, which takes {bound - without_sum:,.0f} cycles to write and read, it would be busy for "
+    "less time than they are. This may be why the matmuls take longer than counted: a kernel of "
+    "nothing but them and the stores agrees with the count of shared memory to within "
+    f"{100 * abs(needed / bound - 1):.0f} %."
+)
+
+# %%
+
+# Folded: The count of shared memory, row by row, and its test
+off = 100 * max(needed / bound - 1, cycles("all five") / ideal - 1)
+lab.draw(
+    by_part,
+    "Cycles of a step at head_dim 128, full",
+    bars_in_words,
+    bars_of_a_step,
+)
+lab.together(
+    lab.read(
+        "**The count.** Five matmuls are 5 · 2 · 64 · 128 · 128 operations, of which the matmul "
+        "units of an SM do 4,096 per cycle. Shared memory moves 128 bytes per cycle. From it, the "
+        "matmuls of each consumer read eight operands of 64 × 128 numbers: two each for S, dP and "
+        "the part, and one each for dV and dK."
+    ),
+    moved_table,
+    lab.read(
+        f"**The test.** The count is right to within {off:.0f} % for two kernels: one with nothing "
+        f"but the five matmuls, which takes {cycles('all five'):,.0f} cycles per step, and one "
+        "that also stores as many bytes as a step moves besides its operands, which takes "
+        f"{needed:,.0f}, or {needed - ideal:,.0f} more than its matmuls by count."
+    ),
+    by_part,
+)
+
+# %%
+
+# Reading
+turn_taken, adding = (in_order[x] if in_order else nan for x in ("turn", "adds"))
+adders = rows_of(traced.rows, "adder")
+free = [  # whether the part of the step before is out of the buffer when both come to wait 7
+    before["added"] <= min(one["matmuls"] for one in both)
+    for before, both in zip(adders, in_step(traced.rows)[1:], strict=False)
+]
+late = [  # whether it was still there when the second of both came
+    before["added"] > max(one["matmuls"] for one in both)
+    for before, both in zip(adders, in_step(traced.rows)[1:], strict=False)
+]
+
+
+def share_in_words(share):
+    """A share as quarters, where it is close to them."""
+    names = {1: "about a quarter", 2: "about half", 3: "about three quarters"}
+    quarters = round(4 * share) if share == share else 0
+    near = quarters in names and abs(4 * share - quarters) < 0.1
+    return names[quarters] if near else f"{100 * share:.0f} %"
+
+
+at = step_drawn(traced.rows) if traced.rows else 0
+on_time = bool(free) and free[at - 1]  # its list begins at the second step
+lab.read(
+    "**Would a step be shorter without the order?** The adder spends "
+    f"{share_in_words(adding / (turn_taken + adding))} of its step on adding, and the rest on "
+    "waiting for its turn. "
+    + (
+        "In the step drawn it is done before wait 7; when it is late, the consumers wait as well. "
+        if on_time
+        else "When it is late, the consumers wait as well (7). "
+    )
+    + "The last column is the rung “an adder”, which has no order:"
+)
 
 # %%
 
@@ -2515,7 +2576,7 @@ def budget_rows():
         "five matmuls, counted": [ideal for _ in BUDGET],
         "pause until dS is made (4)": [at_ds for _, at_ds, _ in BUDGET.values()],
         "pause until the next S (7, 8)": [at_part for *_, at_part in BUDGET.values()],
-        "the rest": [left_of(*one) for one in BUDGET.values()],
+        "the rest, beyond the count": [left_of(*one) for one in BUDGET.values()],
         "a step": [whole for whole, *_ in BUDGET.values()],
     }
     return [
@@ -2530,61 +2591,36 @@ lab.table(budget_rows() if BUDGET else [], "Where the cycles of a step go")
 # %%
 
 # Reading
-left = left_of(*BUDGET["a fixed order"]) if in_order else nan
-lab.read(
-    "**The matmul units pause twice in each step:** until dS is made, and until the part is handed "
-    "over. The rest is what the matmuls take beyond their count, perhaps because of the load on "
-    "shared memory: a kernel of nothing but matmuls and stores also exceeds the count of its "
-    f"matmuls, by {needed - ideal:,.0f} cycles. We did not trace two sweeps, so "
-    "their pauses are unknown."
-)
-
-# %%
-
-# Reading
-turn_taken, adding = (in_order[x] if in_order else nan for x in ("turn", "adds"))
-adders = rows_of(traced.rows, "adder")
-free = [  # whether the part of the step before is out of the buffer when both come to wait 7
-    before["added"] <= min(one["matmuls"] for one in both)
-    for before, both in zip(adders, in_step(traced.rows)[1:], strict=False)
-]
-late = [  # whether it was still there when the second of both came
-    before["added"] > max(one["matmuls"] for one in both)
-    for before, both in zip(adders, in_step(traced.rows)[1:], strict=False)
-]
 lost = 100 * (1 - any_order["a step"] / in_order["a step"]) if BUDGET else nan
 shorter = BUDGET and any_order["pause at the part"] < in_order["pause at the part"]
-
-
-def share_in_words(share):
-    """A share as quarters, where it is close to them."""
-    names = {1: "about a quarter", 2: "about half", 3: "about three quarters"}
-    quarters = round(4 * share) if share == share else 0
-    near = quarters in names and abs(4 * share - quarters) < 0.1
-    return names[quarters] if near else f"{100 * share:.0f} %"
-
-
+nearly_gone = (
+    shorter and any_order["pause at the part"] < in_order["pause at the part"] / 4
+)
 lab.read(
-    "**The adder's step is full:** "
-    f"{share_in_words(adding / (turn_taken + adding))} of it go to adding, and the rest to "
-    "waiting for its turn. If its turn comes late, the consumers wait too (7). "
-    + (
-        "Without an order, the second pause is shorter, and so is a traced step"
+    (
+        "**Without the order, the second pause "
+        f"{'almost disappears' if nearly_gone else 'is shorter'}, and a traced step takes "
+        f"{lost:.0f} % fewer cycles,** "
         + (
-            ". Yet on the ladder “an adder”, which has no order, is no faster, and we do not "
-            "know why."
+            "although the rest grows. "
+            if left_of(*BUDGET["no order"]) > left_of(*BUDGET["a fixed order"])
+            else "on average. "
+        )
+        + (
+            "Yet on the ladder “an adder” is no faster, and we do not know why. "
             if verdict(gain("a fixed order", "full", "an adder")) == NO_DIFFERENCE
-            else "."
+            else ""
         )
         if shorter and lost > 0
-        else f"Without an order, a traced step takes {abs(lost):.0f} % "
-        f"{'fewer' if lost > 0 else 'more'} cycles."
+        else f"Without the order, a traced step takes {abs(lost):.0f} % "
+        f"{'fewer' if lost > 0 else 'more'} cycles. "
     )
+    + "Nor do we know how much of the gap to 1.4 the pauses explain: we did not trace two sweeps."
 )
 
 # %%
 
-# Folded: What one traced program does not tell
+# Folded: What may be behind the gap to 1.4, what was tried, and what one program does not tell
 steps_drawn = [
     after["begins"] - row["begins"]
     for row, after in zip(rows_of(traced.rows), rows_of(traced.rows)[1:], strict=False)
@@ -2592,6 +2628,19 @@ steps_drawn = [
 lags = [abs(one["dS"] - other["dS"]) for one, other in in_step(traced.rows)]
 lag = sum(lags) / len(lags) if lags else nan
 lab.together(
+    lab.read(
+        f"**The gap to 1.4.** In full attention, one sweep is {faster:.2f} times as fast as two "
+        f"rather than 1.4 times, so each of its matmuls takes 1.4 / {faster:.2f} = "
+        f"{7 / 5 / faster:.2f} times as long as a matmul of two sweeps. We suspect the shared sum, "
+        "because two sweeps keep every gradient in registers: the part of dQ loads shared memory, "
+        "and in a fixed order the matmul units pause while it is handed over. But the two versions "
+        "also differ in language and roles, and nothing here times the sum alone."
+    ),
+    lab.read(
+        "**Tried without a gain,** in runs that no record holds: issuing dV before dS, which could "
+        "fill the first pause of the matmul units; issuing the scores and dP of the next step "
+        "ahead; letting the adder ask early; and making the weights before the wait for dP."
+    ),
     lab.table(
         [
             {"what": "cycles of a step"}
@@ -2623,7 +2672,7 @@ lab.together(
         )
     ),
     lab.read(
-        "In the figure, “adds” begins with two barriers at which the part is already there; "
+        "In the figure, “add” begins with two barriers at which the part is already there; "
         "checking them, and stamping, takes "
         f"{spent(traced.rows, 'its turn', 'has parts', 'adder'):,.0f} cycles. An addition takes "
         f"{spent(traced.rows, 'has parts', 'added', 'adder'):,.0f} cycles in this program, "
@@ -2647,9 +2696,6 @@ lab.together(
 # %%
 # How the libraries compare
 # -------------------------
-#
-# We compare with cuDNN, called through SDPA, and with FlashAttention 4, which adds in a fixed order
-# only in its deterministic mode.
 
 # Measuring
 PEERS = ("SDPA cuDNN", "FlashAttention")
@@ -2827,30 +2873,25 @@ lost_by_it = [row for row in dropped if counts(row["by default"], row["no order"
 # %%
 
 # Reading
-of_two_sweeps = [
-    f"{head_dim}, {mask}, {seqlen:,}"
-    for head_dim in (128, 64)
-    for mask in ("full", "causal")
-    for seqlen in LENGTHS
-    if chosen(head_dim, mask, seqlen, deterministic=True) == "two sweeps"
-]
 fastest_is = [row["library"] for row in at_points]
 by_mode = {
     FIXED_MODE: "its deterministic mode",
     FIXED: "its deterministic mode",
 }
+always_flash = set(fastest_is) <= {"FlashAttention", *by_mode}
 lab.read(
-    "“Kernel Book” is the package's default: one sweep in order"
+    "Does one sweep replace a library? If speed alone counts, "
     + (
-        ", except where an open circle marks one sweep: there it is two sweeps"
-        if of_two_sweeps
-        else ""
+        "it does not: **a library is faster at every point.** "
+        if everywhere == "all"
+        else f"rarely: **a library is faster at {everywhere} {len(at_points)} points.** "
     )
-    + ". The dashed line is the fastest library of each row"
+    + "The dashed line is the fastest library of each row"
     + (
-        ", which is always FlashAttention, in one of its two modes; cuDNN is in the fold."
-        if set(fastest_is) <= {"FlashAttention", *by_mode}
-        else "."
+        ", always FlashAttention 4 in one of its two modes. Only the deterministic mode keeps an "
+        "order. cuDNN, called through SDPA, is in the fold."
+        if always_flash
+        else ". Of FlashAttention 4, only the deterministic mode keeps an order."
     )
     if speed.rows
     else f"{nan}"
@@ -2861,7 +2902,7 @@ lab.read(
 
 # Drawing
 SEEN = {  # how each is drawn, the smaller above the larger
-    "Kernel Book": {"marker": "o", "s": 64, "zorder": 3},
+    "one sweep, in order": {"marker": "o", "s": 64, "zorder": 3},
     FIXED: {"marker": "D", "s": 34, "zorder": 3},
     "two sweeps": {
         "marker": "v",
@@ -2873,7 +2914,8 @@ SEEN = {  # how each is drawn, the smaller above the larger
 }
 
 
-UNCHOSEN = "one sweep, in order"  # drawn only where the package takes two
+def ink_of(name):
+    return lab.colour("Kernel Book" if name == "one sweep, in order" else name)
 
 
 def of_the_fastest(rows):
@@ -2889,8 +2931,6 @@ def of_the_fastest(rows):
         best = max((rates.get(name, 0) for name in (*PEERS, FIXED)), default=0)
         if best:
             kept[at] = {n: 100 * rates[n] / best for n in SEEN if n in rates}
-            if chosen(*at, deterministic=True) == "two sweeps" and UNCHOSEN in rates:
-                kept[at][UNCHOSEN] = 100 * rates[UNCHOSEN] / best
     return kept
 
 
@@ -2916,19 +2956,14 @@ def against_the_fastest(axes, rows):
         labels.append(f"{at[2]:,}")
         for name, look in SEEN.items():
             if name in has:
-                axes.scatter(has[name], ys[-1], color=lab.colour(name), **look)
-        if UNCHOSEN in has:
-            ring = {"facecolors": "none", "edgecolors": lab.colour("Kernel Book")}
-            axes.scatter(has[UNCHOSEN], ys[-1], s=64, zorder=5, lw=1.2, **ring)
+                axes.scatter(has[name], ys[-1], color=ink_of(name), **look)
     for (head_dim, mask), y in heads.items():
         axes.annotate(
             f"head_dim {head_dim}, {mask}", (0, y), (-4, 0), xycoords=("axes fraction", "data"),
             textcoords="offset points", ha="right", va="center", fontsize=10.5, color=muted,
         )  # fmt: skip
     for name, look in SEEN.items():
-        axes.scatter([], [], color=lab.colour(name), label=name, **look)
-    ring = {"facecolors": "none", "edgecolors": lab.colour("Kernel Book"), "lw": 1.2}
-    axes.scatter([], [], s=64, label="one sweep", **ring)
+        axes.scatter([], [], color=ink_of(name), label=name, **look)
     axes.axvline(100, color=muted, linestyle="--", linewidth=1)
     axes.set_yticks(ys, labels)
     least_shown = min(60, axes.get_xlim()[0])
@@ -2949,19 +2984,37 @@ lab.draw(
 # %%
 
 # Reading
+by_order = verdicts[1]
+two_chosen = [
+    row
+    for row in at_points
+    if chosen(row["head_dim"], row["mask"], row["length"], deterministic=True)
+    == "two sweeps"
+]
+more_chosen = len(two_chosen) - len(slower)
+best = max(row["in order"] / row["two sweeps"] for row in at_points)
+worst = min(row["in order"] / row["two sweeps"] for row in at_points)
 lab.read(
-    "**A library is faster at "
+    "**Where does one sweep pay, compared with two?** It is faster at "
+    f"{verdicts[0]['faster']} of {len(at_points)} points, by up to {100 * (best - 1):.0f} %"
     + (
-        "every point"
-        if everywhere == "all"
-        else f"{everywhere} {len(at_points)} points"
+        f", and {100 * (1 - worst):.0f} % slower at {at_one(verdicts[0]['slower'])}"
+        + (f" ({named(slower)})" if named(slower) else "")
+        if len(slower) == 1
+        else f", and slower at {verdicts[0]['slower']}"
     )
-    + f":** Kernel Book reaches {shares_at(128, 64)} of its speed. FlashAttention's deterministic "
-    "mode, which also keeps an order, is "
     + (
-        "faster at most points, too."
-        if 2 * len(below_theirs) > len(at_points)
-        else f"faster at {len(below_theirs)} of {len(at_points)} points."
+        ". There"
+        + (f", and at {at_one(more_chosen)} more" if more_chosen else "")
+        + ", the package runs two sweeps"
+        if slower and all(row in two_chosen for row in slower)
+        else ""
+    )
+    + ". Giving up the order "
+    + (
+        "would not pay: it slows down more points than it speeds up."
+        if by_order["slower"] > by_order["faster"]
+        else f"makes it faster at {by_order['faster']} and slower at {by_order['slower']}."
     )
     if speed.rows
     else f"{nan}"
@@ -2970,18 +3023,11 @@ lab.read(
 # %%
 
 # Reading
-by_order = verdicts[1]
 lab.read(
-    "**One sweep in order beats two sweeps** at "
-    f"{verdicts[0]['faster']} of {len(at_points)} points, and loses at "
-    + at_one(verdicts[0]["slower"])
-    + (f" ({named(slower)})" if named(slower) else "")
-    + ". Giving up the order "
-    + (
-        "would not pay: it slows down more points than it speeds up."
-        if by_order["slower"] > by_order["faster"]
-        else f"makes it faster at {by_order['faster']} and slower at {by_order['slower']}."
-    )
+    "**So chosen, the package reaches "
+    f"{shares_at(128, 64)} of the speed of the fastest library.** It is faster than "
+    f"FlashAttention's deterministic mode at {len(over_theirs)} points, and slower at "
+    f"{len(below_theirs)}."
     if speed.rows
     else f"{nan}"
 )
@@ -3012,7 +3058,7 @@ beside = lab.attempt("Around the sweep", around if HOPPER else NEEDS_HOPPER)
 # %%
 
 
-# Folded: All points in TFLOP/s, why 2 % is no difference, and what was tried without a gain
+# Folded: All points in TFLOP/s, and why 2 % is no difference
 in_all = sum(row["ms"] for row in beside.rows) if beside.rows else nan
 behind_at_64 = [
     100 * row["in order"] / row["its speed"]
@@ -3097,11 +3143,6 @@ lab.together(
         "converts `dQ` to 16 bits. At head_dim 128 without a mask, the two take "
         f"{share_around(1024):.0f} % of the time at length 1,024 and {share_around(16384):.1f} % "
         "at 16,384."
-    ),
-    lab.read(
-        "**Tried without a gain,** in runs that no record holds: issuing dV before dS, which could "
-        "fill the first pause of the matmul units; issuing the scores and dP of the next step "
-        "ahead; letting the adder ask early; and making the weights before the wait for dP."
     ),
 )
 

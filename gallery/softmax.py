@@ -454,14 +454,32 @@ lab.read(
 )
 
 # %%
-# Softmax is :term:`memory-bound`: in bfloat16 it moves four bytes per number but does only about
-# five operations. Our yardstick, 100 %, is therefore the speed of PyTorch's copy, which reads and
-# writes every row once; a kernel may be faster. Inputs have up to 32,768 rows and :math:`2^{28}`
-# numbers.
-#
-# A dotted line shows what a kernel's bytes allow if all go to memory. The second read need not go
-# there if the :term:`L2` cache can hold the rows *in flight* (those that programs are working on)
-# together with their results.
+# What does the second read cost? Softmax is :term:`memory-bound`: in bfloat16 it moves four bytes
+# per number but does only about five operations. We therefore compare it with PyTorch's copy, which
+# reads and writes every row once. The speed of this copy is 100 %, and a kernel may be faster.
+
+# %%
+
+# Reading
+fits = [share["online", n] for n in COLUMNS if n <= cached]
+allowed = 100 * 2 / 3  # by the bytes of online
+down = [n for n in COLUMNS if n > cached and share["online", n] < allowed + 2]
+lab.read(
+    f"On {gpu}, "
+    + (
+        f"the second read costs next to nothing up to {cached:,} columns"
+        if min(fits) > 97
+        else f"`online` reaches at least {min(fits):.0f} % up to {cached:,} columns"
+    )
+    + (
+        f"; from {down[0]:,} on, `online` is about as fast as if both reads went to memory"
+        if down
+        else ""
+    )
+    + ". A dotted line shows what the bytes of a kernel allow if all of them go to memory."
+)
+
+# %%
 
 # Drawing
 step(
@@ -472,6 +490,9 @@ step(
 )
 
 # %%
+# Why can a second read be so cheap? The :term:`L2` cache may still hold the row from the first
+# time. It has to have room for all rows *in flight*, those that programs are working on, and for
+# their results.
 
 
 # Measuring
@@ -542,15 +563,15 @@ sms, l2 = made_by.get("sm_count", 0), made_by.get("l2_mib", nan)
 held = -(-counters.get(("registers per thread", "online"), nan) // 8) * 8
 at_once = min(8, 65536 // (256 * held))
 in_flight = {n: 2 * sms * at_once * n * 2 / 2**20 for n in COLUMNS if n >= 8192}
-fits = [share["online", n] for n in COLUMNS if n <= cached]
 fetched = counters.get(("read from HBM", "online"), nan)
 given = 2 * 16384 * 8192  # bytes of the input
 
 
 def tested():
-    """Whether fewer rows in flight lift the speed of long ones, in words; and more for the fold."""
+    """Whether the rows in flight explain the fall, in words; and more for the fold."""
+    untested = " This would explain the fall."
     if (32768, 1024) not in fewer_at:
-        return ", which would explain the fall, but we did not test it.", ""
+        return untested + " We did not test it.", ""
     usual, few = (fewer_at[32768, threads] for threads in (256, 1024))
     before, after = (fewer_at[8192, threads]["% of a copy"] for threads in (256, 1024))
     name = "% of a copy"
@@ -559,10 +580,10 @@ def tested():
         f"flight at 32,768 columns, and `online` reaches {few[name]} % instead of {usual[name]}"
     )
     if few["in flight, MiB"] > l2:
-        return ", which would explain the fall.", ""
+        return untested, ""
     if few[name] > usual[name] + 4:
-        return f". A test agrees: {told}.", ""
-    unknown = ", but we could not show that this explains the fall"
+        return f" A test agrees that this is the reason: {told}.", ""
+    unknown = " We could not show that this is the reason"
     if after > before - 4:
         return f"{unknown}: {told}.", ""
     faster = "is slower" if few[name] < usual[name] else "gains little"
@@ -575,23 +596,21 @@ def tested():
 
 
 of_test, more_of_test = tested()
-allowed = 100 * 2 / 3  # by the bytes of online
-down = [n for n in COLUMNS if n > cached and share["online", n] < allowed + 2]
 lab.read(
-    f"On {gpu}, up to {cached:,} columns, "
-    + "the second read costs next to nothing: " * (min(fits) > 97)
-    + f"`online` reaches at least {min(fits):.0f} %"
-    + " (at 8,192 columns, hardware counters show that the second read does not go to memory)"
-    * (min(fits) > 97 and fetched < 1.01 * given)
-    + ". On longer rows it falls"
-    + (f", at {down[0]:,} columns to about what its bytes allow" if down else "")
-    + ", as `three_pass` does."
-    + (
-        " By our estimate, the rows in flight no longer fit in L2 at these lengths"
-        + of_test
-        if in_flight[cached] < l2 < in_flight[2 * cached]
+    (
+        "At 8,192 columns it has: hardware counters show that the second read does not go to "
+        "memory. "
+        if min(fits) > 97 and fetched < 1.01 * given
         else ""
     )
+    + (
+        f"By our estimate, the rows in flight outgrow L2 between {cached:,} and {2 * cached:,} "
+        "columns, which is where the line falls." + of_test
+        if in_flight[cached] < l2 < in_flight[2 * cached]
+        else "The fold counts the rows in flight."
+    )
+    + f" Up to {cached:,} columns, you may thus stop here: two reads are good enough."
+    * (min(fits) > 97)
 )
 
 # %%
@@ -624,7 +643,10 @@ estimate = lab.table(
 counted = lab.read(
     f"For an input of {given / 1e6:.0f} MB with 8,192 columns, `online` reads "
     f"{fetched / 1e6:.0f} MB from memory, according to the hardware counters of “Measuring a "
-    "kernel” (“Where do the bytes go?”)."
+    "kernel” (“Where do the bytes go?”). The inputs of the figures have up to 32,768 rows and 2²⁸ "
+    "numbers."
+    + " On long rows, `three_pass` falls as `online` does, to about what its bytes allow."
+    * (max(share["three_pass", n] for n in (65536, long)) < 52)
 )
 unexplained = lab.read(
     "**What we cannot explain.** We have not looked for the cause of three results: at "
@@ -647,10 +669,10 @@ lab.together(estimate, *test, *fewer_table, counted, unexplained, kernel)
 # One read: row
 # -------------
 #
-# A program that keeps its row on chip needs neither a second read nor a loop. ``row`` is
-# ``blockwise_kernel`` with a single block, a power of two, that covers the row. It widens the row
-# to float32 and keeps it in :term:`registers <register>`, the fastest storage of a streaming
-# multiprocessor (:term:`SM`).
+# Why read a row again at all? A program that keeps it on chip needs neither a second read nor a
+# loop. ``row`` is ``blockwise_kernel`` with a single block, a power of two, that covers the row. It
+# widens the row to float32 and keeps it in :term:`registers <register>`, the fastest storage of a
+# streaming multiprocessor (:term:`SM`).
 
 # Folded: The row kernel whole, which takes one or more rows per program
 lab.listing(
@@ -664,25 +686,21 @@ lab.listing(
 # %%
 
 # Reading
-one = share["one program", 32768]
-gains = {
-    n: share["one program", n] / share["online", n]
+one, with_two = share["one program", 32768], share["online", 32768]
+ahead = [
+    n
     for n in COLUMNS
-    if 8192 <= n <= 65536
-}
+    if 8192 <= n <= 65536 and share["one program", n] > share["online", n]
+]
 lab.read(
-    (
-        f"Yet on {gpu} we gain nothing, as the next chart will show. On short rows, `online` is "
-        "already as fast as a copy; on longer ones, `row` is no faster. At 65,536 columns it "
-        f"reaches {share['one program', 65536]:.0f} %, although a single read allows 100. "
-        if max(gains.values()) < 1 and min(fits) > 97
-        else f"Yet on {gpu} we gain next to nothing: at 32,768 columns, `row` reaches {one:.0f} %. "
+    f"Take a row of 32,768 columns. On {gpu}, `online` reaches {with_two:.0f} % there. A single "
+    f"read allows 100, but `row` reaches {one:.0f}"
+    + (
+        ". Nor is it faster than `online` at any other length from 8,192 columns on."
+        if not ahead
+        else "."
     )
-    + "The next section looks for the reason in the registers."
-    if max(gains.values()) < 1.03
-    else f"On {gpu}, `row` is up to {max(gains.values()):.2f} times as fast as `online`. Yet at "
-    f"32,768 columns it reaches {one:.0f} %, although a single read allows 100. The next section "
-    "looks for the reason in the registers."
+    + (" What does `row` lack?" if one < 97 else "")
 )
 
 # %%
@@ -809,12 +827,13 @@ def fit(programs):
 # Reading
 row_each, row_whole, row_fit = registers_of("row", 32768, 512)
 lab.read(
-    "While one program computes, another can load its row, provided that both fit into the 65,536 "
-    "registers of the SM. For a row of 32,768 columns, a program of `row` has 512 threads, each "
-    "holding 64 numbers as float32, one per register. Together with its other values, a thread "
-    f"needs {row_each:.0f} registers and the program 512 × {row_each:.0f} = {row_whole:,.0f}, "
+    ("Perhaps a second program on the SM: while" if one < 97 else "While")
+    + " one computes, another can load its row. But both have to fit into the SM's 65,536 "
+    "registers. For our row, a program of `row` has 512 threads. Each holds 64 numbers as float32, "
+    f"one per register, and needs {row_each:.0f} registers in all. That makes 512 × {row_each:.0f} "
+    f"= {row_whole:,.0f}, "
     + (
-        "so it has the SM to itself."
+        "so the program has the SM to itself."
         if row_fit == 1
         else f"so {fit(row_fit)} programs fit on an SM."
     )
@@ -823,17 +842,17 @@ lab.read(
 # %%
 # .. animation:: registers_of_an_sm
 #
-# ``packed`` makes room for a second program by keeping a 16-bit row as it is in memory: each int32
-# of ``raw`` holds a pair of numbers. ``widen`` reads the two halves as numbers of ``dtype`` (a
-# ``bitcast`` changes no bit, only what the bits stand for) and interleaves them as float32.
+# How can a second program fit? ``packed`` leaves a 16-bit row as it is in memory, two numbers to a
+# register: each int32 of ``raw`` holds a pair. ``widen`` reads the two halves as numbers of
+# ``dtype`` (a ``bitcast`` changes no bit, only what the bits stand for) and interleaves them as
+# float32.
 
 lab.source(widen)
 
 # %%
 # The maximum, the sum and the result each widen the row anew, so that it need not stay in registers
-# as float32. The compiler might still widen it once and keep that. We therefore add ``zero`` to
-# ``raw`` in between: an argument that is always 0, which the compiler cannot know (we did not
-# measure the gain). ``narrow`` packs the results again.
+# as float32. Adding ``zero`` in between is meant to keep the compiler from widening it only once:
+# this argument is always 0, which the compiler cannot know. ``narrow`` packs the results again.
 
 lab.source(packed_row_fwd_kernel, "widen")
 
@@ -847,6 +866,32 @@ alone, both = (
     speed(f"packed in a loop, {n}", 32768) for n in ("one program", "two programs")
 )
 looped = speed("packed", 32768) - both
+usual = fewer_at.get((32768, 256), {})
+compared = [
+    ("online", 2, 256, usual.get("registers per thread", nan), with_two),
+    ("row", 1, 512, row_each, one),
+    ("packed", 1, 512, packed_each, packed),
+]
+lab.table(
+    [
+        {
+            "kernel": name,
+            "reads": reads,
+            "threads": threads,
+            "registers of a thread": each,
+            # a thread is given registers by the eight
+            "programs per SM": 65536 // (threads * -(-each // 8) * 8),
+            "% of a copy": f"{reached:.0f}",
+        }
+        for name, reads, threads, each, reached in compared
+        if each > 0  # or it was not recorded
+    ],
+    f"A row of 32,768 columns in bfloat16, {gpu}",
+)
+
+# %%
+
+# Reading
 far = [
     (sweep.provenance["gpu"], 100 * sweep.share("one program", columns=32768))
     for sweep in ladder.elsewhere
@@ -854,12 +899,7 @@ far = [
     > ladder.milliseconds_at("copy", columns=32768)
 ]
 lab.read(
-    f"{fit(packed_fit).capitalize()} programs of `packed` fit: a thread needs {packed_each:.0f} "
-    "registers"
-    + f", which the GPU rounds up to {given:.0f}" * (given != packed_each)
-    + ", half of what a thread of `row` takes" * (2 * packed_whole == row_whole)
-    + f". At 32,768 columns it reaches {packed:.0f} % of a copy's speed, where `row` reached "
-    f"{one:.0f}."
+    f"With {fit(packed_fit)} programs per SM, `packed` reaches {packed:.0f} %."
     + "".join(
         f" On {name}, where a copy takes longer, `row` is already about as fast as one."
         for name, reached in far
@@ -871,23 +911,22 @@ lab.read(
 
 # Reading
 lab.read(
-    f"In a loop over rows, `packed` reaches {alone:.0f} % with one program per SM and {both:.0f} "
-    "with two. "
+    "So before you keep a row on chip, count how many programs will still fit on an SM"
+    + f": on {gpu}, one read by a program that is alone is no faster than two reads"
+    * (row_fit == 1 and one <= with_two)
     + (
-        "A second program thus makes a difference"
+        ". A test in the fold confirms that a second program helps"
         if both - alone > 2
-        else "A second program alone thus makes little difference"
+        else ". In a test, which the fold shows, a second program alone makes little difference"
+        if both - alone <= 2
+        else ""  # it was not recorded
     )
-    + (
-        "; since the loop itself costs time, we do not know whether it explains the whole step."
-        if looped > 2
-        else "."
-    )
+    + (", but not that it explains the whole step." if looped > 2 else ".")
 )
 
 # %%
 
-# Folded: The packed kernel whole, and what a second program gains
+# Folded: What a second program gains, and the packed kernel whole
 kernel = lab.listing(
     {
         "The kernel": packed_row_fwd_kernel,
@@ -904,16 +943,40 @@ nearby = (
 gap = max(abs(speed(kernel, n) - share[provider, n]) for kernel, n, provider in nearby)
 spilled = on_sm.get(("row", 65536), {}).get("spills", 0)
 lone, spilling, several = (speed(name, 65536) for name in ("packed", "row", "split"))
-told = lab.read(
-    "We measured the loop in a separate run, on half as many rows as in the figures, from which "
-    f"its results differ by up to {gap:.0f} points. "
-    + "We have not measured why the loop costs so much. " * (looped > 2)
+of_second = lab.read(
+    "**Does a second program help?** We also ran `packed` in a loop over rows, in which we choose "
+    f"the number of programs per SM. It reaches {alone:.0f} % with one program and {both:.0f} "
+    "with two. "
+    + (
+        f"But the loop itself costs time: without it, `packed` reaches {both + looped:.0f}. We "
+        "have not measured why, and therefore do not know whether the second program explains the "
+        "whole step from `row` to `packed`. "
+        if looped > 2
+        else ""
+    )
+    + "This was a separate run, on half as many rows as in the figures, from which its results "
+    f"differ by up to {gap:.0f} points."
+)
+of_registers = lab.read(
+    "**Registers.** "
+    + (
+        f"A thread of `packed` needs {packed_each:.0f} registers, which the GPU rounds up to "
+        f"{given:.0f}"
+        if given != packed_each
+        else f"A thread of `packed` needs {packed_each:.0f} registers"
+    )
+    + ", half of what a thread of `row` takes" * (2 * packed_whole == row_whole)
+    + ". We did not measure what adding `zero` gains."
+)
+of_longer = lab.read(
+    "**Longer rows.** "
     + (
         "At 65,536 columns, where one program of `packed` or `row` fills an SM, `split`, the "
         "kernel of the next section, is faster than both. "
         if several > max(lone, spilling)
         else ""
     )
+    + f"In the figures, `row` reaches {share['one program', 65536]:.0f} % there. "
     + (
         "With 1,024 threads in a program of `row`, each thread can have only 64 registers, but it "
         "has to hold 64 numbers and more: some values are kept in memory instead (they spill), "
@@ -923,7 +986,7 @@ told = lab.read(
     )
 )
 measured = lab.table(sm_table.rows, f"Programs per SM and the speed, bfloat16, {gpu}")
-lab.together(told, measured, kernel)
+lab.together(of_second, measured, of_registers, of_longer, kernel)
 
 # %%
 # Several programs per row: split
@@ -935,7 +998,7 @@ parts, part_cols, part_warps = tuned.split(65536, 2, "forward")
 part_threads = 32 * part_warps
 part_each, _, part_fit = registers_of("split", 65536, part_threads)
 lab.read(
-    "At 65,536 columns, a program of `packed` "
+    "And a row that is twice as wide? At 65,536 columns, a program of `packed` "
     + (
         "again has the SM to itself. "
         if alone_fit == 1

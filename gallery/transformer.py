@@ -2804,20 +2804,30 @@ fastest_in_layer = min(COMPILED_NAMES, key=layer_ms) == "Kernel Book"
 our_took, sdpa_took = step_ms("Kernel Book"), step_ms("SDPA, compiled")
 n_layers, of_adamw = SIZES["large"].layers, step("AdamW, ms", "Kernel Book")
 expected = n_layers * layer_ms("Kernel Book") + of_adamw
+promise = (
+    f"{n_layers} layers with all our operators and the optimiser promise {expected:.0f}"
+)
 lab.read(
-    f"From {n_layers} layers and AdamW, we expect a compiled step with all our "
-    f"operators to take {expected:.0f} ms. **It takes {our_took:.0f}, and {sdpa_took:.0f} with SDPA"
-    + (
-        ": the fastest layer does not make the fastest step.**"
+    (
+        "Is the step with the fastest layer also the fastest? **No: compiled, it takes "
+        f"{our_took:.0f} ms, and with SDPA {sdpa_took:.0f}**, although {promise}. "
         if fastest_in_layer and our_took > sdpa_took
-        else ".**"
+        else f"How long is a compiled step? **It takes {our_took:.0f} ms, and with SDPA "
+        f"{sdpa_took:.0f}**; {promise}. "
+    )
+    + f"With our operators the kernels run for only {busy_ms_of('Kernel Book'):.0f} ms"
+    + (
+        "; for more than half of the step the GPU waits."
+        if 2 * busy_ms_of("Kernel Book") < our_took
+        else " of it."
     )
 )
 
 # %%
-# A step keeps two machines busy: the host launches the kernels, and the GPU runs them. The picture
-# follows five launches of a layer. Its lengths are schematic, and launches of our operators are
-# orange. A kernel starts once it has been launched and its predecessor has finished.
+# It waits for the :term:`host`, which launches every kernel. A kernel starts once it has been
+# launched and the one before it has finished, so where a launch takes longer than a kernel, the GPU
+# is done early. The picture follows five launches of a layer; its lengths are schematic, and
+# launches of our operators are orange.
 
 # Drawing
 FIVE = ("layer norm", "qkv", "attention", "out", "dropout")
@@ -2901,12 +2911,20 @@ lab.sketch(
 #    A step runs at the pace of the slower of the two: the GPU, which runs the kernels, or the host,
 #    which launches them.
 #
-# In the next figure *between the matmuls* covers layer norm, dropout, GELU, additions and casts;
-# *due to the table* is what the formula adds to these: scale, mask and more casts. Host and step
-# were timed in different steps, so they may differ by the scatter.
+# Which of the two is the slower in our steps? For the host, read the clock after
+# ``torch.cuda.synchronize()`` and again when the last call of a step returns; for the GPU, add up
+# the kernels in a profile. The step should take as long as the longer bar, up to the scatter, since
+# all three come from different steps.
 
 # Drawing
-FOLLOWED = {  # the versions that are drawn, and what the figure calls them
+MODES = {  # the versions that are drawn, and what the figures call them
+    "eager": {name: NAMES[name] for name in ("PyTorch", "SDPA", "+ dropout")},
+    "compiled": {
+        name: COMPILED_NAMES[name]
+        for name in ("torch.compile", "SDPA, compiled", "Kernel Book")
+    },
+}
+FOLLOWED = {  # those of the figure by kind, in the fold
     "eager": {version: NAMES[version] for version in STEPPED},
     "compiled": COMPILED_NAMES,
 }
@@ -2927,7 +2945,7 @@ def mark_ours(axes):
             label.set_color(lab.colour("Kernel Book"))
 
 
-def steps_in_words(rows):
+def steps_in_words(rows, drawn=MODES):
     rows = {row["version"]: row for row in timed(rows)}
     return "Milliseconds of a step. " + " ".join(
         f"{mode.capitalize()}: "
@@ -2938,8 +2956,65 @@ def steps_in_words(rows):
             if name in rows
         )
         + "."
-        for mode, versions in FOLLOWED.items()
+        for mode, versions in drawn.items()
     )
+
+
+def kinds_of_steps_in_words(rows):
+    return steps_in_words(rows, FOLLOWED)
+
+
+def two_bars(axes, rows):
+    """For each version the host's time above the GPU's, and the step's at the right."""
+    axes.figure.set_size_inches(5.4, 4.9)
+    axes.grid(visible=False)
+    rows = {row["version"]: row for row in timed(rows)}
+    grey, blue = lab.colour("copy"), lab.colour("Kernel Book")
+    striped = {"facecolor": "none", "hatch": "/////", "linewidth": 0.8}
+    whisker = {"fmt": "none", "ecolor": "#1f2328", "elinewidth": 1.2, "capsize": 2}
+    place, ticks, heads = 0, {}, []
+    longest = max(
+        (
+            max(rows[name]["host p80, ms"], rows[name]["step p50, ms"])
+            for versions in MODES.values()
+            for name in versions
+            if name in rows
+        ),
+        default=1,
+    )
+    for mode, versions in MODES.items():
+        axes.text(1, place, mode, va="center", fontsize=11, fontweight="bold")
+        heads.append(place)
+        for name, label in versions.items():
+            if name not in rows:
+                continue
+            place += 1
+            ticks[place] = label
+            row = rows[name]
+            host, busy = row["host p50, ms"], row["busy, ms"]
+            low, high = row["host p20, ms"], row["host p80, ms"]
+            ink = blue if "ours" in label else grey
+            axes.barh(place - 0.19, host, 0.3, edgecolor=ink, **striped)
+            reach = [[host - low], [high - host]]
+            axes.errorbar(host, place - 0.19, xerr=reach, **whisker)
+            beside(axes, max(host, high), place - 0.2, f"host {host:.0f}")
+            axes.barh(place + 0.19, busy, 0.3, color=ink)
+            beside(axes, busy, place + 0.2, f"GPU {busy:.0f}")
+            step_at = {"ha": "right", "va": "center", "fontsize": 11}
+            took = f"{row['step p50, ms']:.0f}"
+            axes.text(1.4 * longest, place, took, fontweight="bold", **step_at)
+        place += 1.2
+    axes.text(1.4 * longest, heads[0], "step, ms", ha="right", va="center", fontsize=11)
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    mark_ours(axes)
+    axes.set_ylim(place - 0.6, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlim(0, 1.42 * longest)
+    axes.set_xticks(range(0, int(longest) + 20, 50))
+    axes.set(xlabel="ms per training step")
+    axes.barh(1, 0, edgecolor=grey, label="the host launches", **striped)
+    axes.barh(1, 0, color=grey, label="the GPU runs kernels")
+    axes.errorbar(nan, nan, xerr=1, label="host, middle 60 %", **whisker)
 
 
 def step_bars(axes, rows):
@@ -2994,7 +3069,7 @@ def step_bars(axes, rows):
     axes.barh(1, 0, label="GPU waits", **rest)
 
 
-lab.draw(steps, "One step, by host and GPU: large at 1,024", steps_in_words, step_bars)
+lab.draw(steps, "One step, by host and GPU: large at 1,024", steps_in_words, two_bars)
 
 # %%
 
@@ -3036,14 +3111,14 @@ by_attention = (
 )
 lab.read(
     (
-        "**On the GPU, the step saves what the layer promised**, "
+        "**The kernels, the solid bars, keep what the layer promised**: in eager mode all our "
+        "operators save "
         f"{n_layers} × {saves('PyTorch', '+ dropout'):.2f} = {promised:.0f} ms. "
         if abs(kept_promise - 1) < 0.05
         else "**On the GPU, the step gets faster.** "
     )
-    + "Without the table the kernels of an "
-    f"eager step fall from {busy_ms_of('PyTorch'):.0f} ms to {by_attention}; our layer norm and "
-    f"dropout bring them down to {busy_ms_of('+ dropout'):.0f}. "
+    + f"Without the table their time falls from {busy_ms_of('PyTorch'):.0f} ms to "
+    f"{by_attention}; our layer norm and dropout bring it down to {busy_ms_of('+ dropout'):.0f}. "
     + (
         f"Peak memory falls from {step('peak, GiB', 'PyTorch'):.0f} GiB to "
         f"{' and '.join(sorted(peaks, reverse=True))}, as our count of the tables predicted."
@@ -3059,23 +3134,17 @@ lab.read(
 our_host, sdpa_host = host_ms("+ dropout"), host_ms("SDPA")
 waits = {
     name: host_ms(name) / busy_ms_of(name)
-    for versions in FOLLOWED.values()
+    for versions in MODES.values()
     for name in versions
 }
 paced = [name for name in waits if waits[name] > 1.1]
 lab.read(
     (
-        "**In every step except the eager formula's, the host sets the pace**: it takes "
-        "longer to launch the kernels than the GPU to run them, and longest with all our "
-        "operators. "
-        if set(paced) == {*waits} - {"PyTorch"}
-        and waits["PyTorch"] < 1
-        and our_host == max(map(host_ms, STEPPED))
-        else "**In every compiled step and in the eager ones with our operators, the host sets the "
-        "pace**: it takes longer to launch the kernels than the GPU to run them. "
-        if {*COMPILED_NAMES, "+ attention", "+ dropout"} <= set(paced)
-        else "**With all our operators the host sets the pace**: it takes longer to launch the "
-        "kernels than the GPU to run them. "
+        "**But the striped bars set the pace**: in every compiled step, and in the eager one with "
+        "our operators, the host needs longer than the GPU, so faster kernels no longer help. "
+        if {*MODES["compiled"], "+ dropout"} <= set(paced)
+        else "**But with all our operators the striped bar sets the pace**: the host needs longer "
+        "than the GPU, so faster kernels no longer help. "
         if "Kernel Book" in paced
         else ""
     )
@@ -3087,23 +3156,16 @@ lab.read(
         and step_ms("+ dropout") > step_ms("PyTorch")
         else ""
     )
-    + "Launch times scatter widely; of their differences we trust "
     + (
-        "none."
+        "Host times scatter so widely that we trust none of their differences. "
         if any(
             overlap(step_row(name), step_row(sdpa), "host")
             for name, sdpa in (("+ dropout", "SDPA"), ("Kernel Book", "SDPA, compiled"))
         )
-        else "only the one between all our operators and SDPA."
+        else "Host times scatter, but all our operators clearly take longer to launch than SDPA. "
     )
-)
-
-# %%
-
-# Reading
-lab.read(
-    "At each launch our operators run Python where PyTorch's run C++; we did not measure which "
-    "part takes the time. To be as fast as its kernels, a step must get rid of its launches."
+    + "At each launch ours run Python where PyTorch's run C++; we did not measure which part takes "
+    "the time."
 )
 
 # %%
@@ -3119,13 +3181,25 @@ def layer_spread(version):
 
 # %%
 
-# Folded: How do softmax and the matmuls inside attention compare, and how long is each step?
+# Folded: What fills the GPU's time, how do softmax and matmuls compare, and how long is a launch?
 softmax_took = in_groups("bfloat16", ["softmax"])
 took_inside = {
     "matmuls": (12 * head, step("attention, ms", "PyTorch") - softmax_took),
     "softmax": (9, softmax_took),
 }
+lab.draw(
+    steps,
+    "What fills the GPU's time in a step: large at 1,024",
+    kinds_of_steps_in_words,
+    step_bars,
+)
 lab.together(
+    lab.read(
+        "In the stacked bars, “between the matmuls” covers layer norm, dropout, GELU, additions "
+        "and casts; “due to the table” is what the formula adds to these: scale, mask and more "
+        "casts. "
+        "Dotted is the time in which the GPU waits."
+    ),
     lab.read(
         f"The compiled step that we expected consists of {n_layers} layers of "
         f"{layer_ms('Kernel Book'):.2f} ms and AdamW's {of_adamw:.1f}. Most casts, the scale and "
@@ -3135,7 +3209,9 @@ lab.together(
     lab.read(
         "From the launches of a single layer we expect the host to take "
         f"{n_layers * sum(dearer.values()):.0f} ms longer for an eager step with all our operators "
-        f"than for one with SDPA; it takes {our_host:.0f} and {sdpa_host:.0f} ms."
+        f"than for one with SDPA; it takes {our_host:.0f} and {sdpa_host:.0f} ms. Of the host's "
+        "times we trust no other difference, neither the order of our versions nor the effect of "
+        "compiling."
         + (
             f" With SDPA, an eager step takes {step_ms('SDPA'):.0f} ms and a compiled one "
             f"{sdpa_took:.0f}, a difference within the scatter."
@@ -3237,8 +3313,9 @@ lab.together(
 # One launch for a whole step
 # ---------------------------
 #
-# Since every step launches the same kernels, we can record them: a :term:`CUDA graph` captures the
-# launches of a step once, and from then on a single call from the host replays them all.
+# To be as fast as its kernels, a step must get rid of its launches. Since every step launches the
+# same kernels, we can record them: a :term:`CUDA graph` captures the launches of a step once, and
+# from then on a single call from the host replays them all.
 #
 # .. code-block:: python
 #
@@ -3285,16 +3362,8 @@ lab.together(
 
 # %%
 
+
 # Drawing
-MODES = {
-    "eager": {name: NAMES[name] for name in ("PyTorch", "SDPA", "+ dropout")},
-    "compiled": {
-        name: COMPILED_NAMES[name]
-        for name in ("torch.compile", "SDPA, compiled", "Kernel Book")
-    },
-}
-
-
 def graphs_in_words(rows):
     rows = {row["version"]: row for row in timed(rows)}
     return "Milliseconds of a step, launched by the host and as a graph. " + " ".join(
@@ -3406,9 +3475,9 @@ lab.read(
 # Other sizes and a longer context
 # --------------------------------
 #
-# Wider models and longer contexts make each kernel run longer; deeper models need more launches. We
-# race the two compiled steps, with SDPA and with all our operators, in three more sizes, and in
-# *large* at a context of 16,384 with a single sequence.
+# Should every step be captured, then? Only where the host is the slower, and that depends on the
+# model. We time the two compiled steps in three more sizes, and in *large* at a context of 16,384
+# with a single sequence.
 
 # Measuring
 RACES = (
@@ -3493,31 +3562,26 @@ def ratio(rows, theirs, own):
     return nan if None in times else times[0] / times[1]
 
 
-def with_half(row):
-    """The median of some steps, and half the span of the middle 60 % of them."""
-    if row["step p50, ms"] is None:
-        return "—"
-    half = (row["step p80, ms"] - row["step p20, ms"]) / 2
-    return f"{row['step p50, ms']:.1f} ± {half:.1f}"
-
-
 race, without, graphs = raced(), list(GRAPHS), list(GRAPHS.values())
 race = {model: rows for model, rows in race.items() if {*without, *graphs} <= {*rows}}
 lab.table(
     [
-        {"model": model, "layers": SIZES[model.split()[0]].layers}
+        {"model": model}
         | {
-            f"{'graph' if name in graphs else 'host'}: {label}": with_half(rows[name])
-            if name in graphs
-            else shown(rows[name]["step p50, ms"], 0)
-            for name, label in zip(
-                (*graphs, *without), ("SDPA", "ours") * 2, strict=True
+            "layers": SIZES[model.split()[0]].layers,
+            "width": SIZES[model.split()[0]].d_model,
+        }
+        | {
+            f"{label}, {how}": shown(rows[name]["step p50, ms"], digits)
+            for label, launched in zip(("SDPA", "ours"), without, strict=True)
+            for how, name, digits in (
+                ("launched", launched, 0),
+                ("graph", GRAPHS[launched], 1),
             )
         }
         for model, rows in race.items()
     ],
-    "Milliseconds per compiled step, as a graph (± half the span of the middle 60 %) and launched "
-    "by the host",
+    "Milliseconds per compiled step, launched by the host and as a graph",
 )
 # %%
 
@@ -3680,16 +3744,59 @@ graph_costs = {  # by how many % the graphs take longer than the launched steps
     ]
     for model in no_gain
 }
-lost_by_graph = "".join(
-    f"; in {model} it even costs " + " and ".join(dict.fromkeys(map(str, found))) + " %"
-    for model, found in graph_costs.items()
-    if min(found) > 0
-)
 pads = number(of_heads, "the book's, ms", 80) / number(of_heads, "the book's, ms", 128)
 shorter = [100 * (1 - 1 / by_model[model]) for model in ahead]
 lead = " to ".join(
     dict.fromkeys(f"{end(shorter):.0f}" for end in (min, max) if shorter)
 )
+DEEP, WIDE = "xl", "2.7B"  # the two models that the text compares
+as_rows = {
+    model: {
+        "host": race.get(model, {}).get("Kernel Book", {}).get("host p50, ms") or nan,
+        "busy": race.get(model, {}).get("Kernel Book", {}).get("busy, ms") or nan,
+        "step": race.get(model, {}).get("Kernel Book", {}).get("step p50, ms") or nan,
+        "graph": race.get(model, {}).get(graphed, {}).get("step p50, ms") or nan,
+    }
+    for model in (DEEP, WIDE)
+}
+deep, wide = as_rows.values()
+costly = [model for model in no_gain if min(graph_costs[model]) > 0]
+lab.read(
+    (
+        "**Launched by the host, our operators are far slower than SDPA in "
+        f"{listed(waiting)}.** "
+        if waiting
+        else ""
+    )
+    + (
+        f"Compare {DEEP} with {WIDE}: {DEEP} has more layers, and so more launches; {WIDE} has "
+        f"wider ones, and so longer kernels. With our operators {DEEP} waits for the host, and a "
+        f"graph brings its step from {deep['step']:.0f} ms to {deep['graph']:.0f}. "
+        if deep["host"] > deep["busy"]
+        and wide["host"] < wide["busy"]
+        and deep["host"] > wide["host"]
+        and deep["busy"] < wide["busy"]
+        else ""
+    )
+    + (
+        f"In {listed(no_gain)} the GPU is the slower, so a graph gains nothing measurable"
+        + "".join(
+            f"; in {model} it even costs "
+            + " and ".join(dict.fromkeys(map(str, graph_costs[model])))
+            + " %"
+            for model in costly
+        )
+        + ". "
+        if no_gain
+        else ""
+    )
+    + (f"Not measured: {'; '.join(failed)}." if failed else "")
+    + ("" if race else f"{nan}")
+)
+
+# %%
+
+# Reading
 lab.read(
     (
         f"**As graphs, steps with our operators take {lead} % less time than with SDPA in "
@@ -3701,7 +3808,7 @@ lab.read(
                 else ""
             )
             + "the steps tie within the scatter. "
-            if ahead and len(level) == 1 and not behind
+            if len(level) == 1 and not behind
             else f"{listed(ahead)}"
             + (f", and lose in {listed(behind)}" if behind else "")
             + ".** "
@@ -3716,22 +3823,8 @@ lab.read(
         if level and not (ahead and len(level) == 1 and not behind)
         else ""
     )
-    + (
-        f"Launched by the host, they are far slower in {listed(waiting)}. "
-        if waiting
-        else ""
-    )
-    + (
-        "Elsewhere a graph gains nothing measurable, because the kernels take longer than the "
-        f"launches{lost_by_graph}. "
-        if waiting and sorted(no_gain) == sorted(set(race) - set(waiting))
-        else f"In {listed(no_gain)} a graph gains nothing measurable, because the kernels take "
-        f"longer than the launches{lost_by_graph}. "
-        if no_gain
-        else ""
-    )
-    + (f"Not measured: {'; '.join(failed)}." if failed else "")
-    + ("" if race else f"{nan}")
+    + "So find out first which of the two your step waits for: a graph saves launches, a faster "
+    "kernel saves time on the GPU." + ("" if race else f"{nan}")
 )
 
 # %%

@@ -90,7 +90,7 @@ step_cycles = step_flops / flops_per_cycle
 lab.read(
     f"At {flops_per_cycle:,} FLOP per cycle, the {step_flops / 1e6:.1f} MFLOP of a step keep the "
     f"tensor cores of an SM busy for {step_cycles:,.0f} cycles. The {step_bytes / 1024:.0f} KiB of "
-    "the next step must arrive within them, or the tensor cores wait."
+    "the next step must arrive in that time, or the tensor cores wait."
 )
 
 # %%
@@ -128,9 +128,9 @@ def copy_kernel(x_desc, y_desc):
 # - **Shared memory.** ``allocate_shared_memory`` reserves room for a tile and for a barrier.
 #   ``mbarrier.init`` sets how many arrivals the barrier expects, here one.
 # - **Load.** ``mbarrier.expect`` makes this arrival and announces how many bytes will follow. Gluon
-#   has one thread of the program execute it, and likewise ``tma_load``, which asks for the tile and
-#   returns at once. ``mbarrier.wait`` holds the threads until the bytes have arrived; the next
-#   section explains its argument 0.
+#   lets one thread execute it and ``tma_load``, which asks for the tile and returns at once.
+#   ``mbarrier.wait`` holds the threads until the bytes have arrived; the next section explains its
+#   argument 0.
 # - **Store.** ``tma_store`` asks the engine to copy the tile to ``y``. ``store_wait(0)`` holds the
 #   threads until the engine has read the tile from shared memory (0 is the number of stores that
 #   may still be reading). ``y`` itself is complete when the kernel ends. The names ``tma_load`` and
@@ -475,9 +475,9 @@ def turns():
 #
 # To judge roles fairly, we first make a matmul fast without them, in one kernel whose eight warps
 # all load and multiply. Its shared memory holds a *ring* of slots, each with room for the two tiles
-# of a step, ``a_s.index(slot)`` and ``b_s.index(slot)``. Step ``i`` uses slot ``i % STAGES``. Each
-# slot has a barrier, ``full.index(slot)``, at which the warps wait until its tiles have been
-# written.
+# of a step, ``a_s.index(slot)`` and ``b_s.index(slot)``. With
+# ``STAGES`` slots, step ``i`` uses slot ``i % STAGES``. Each slot has a barrier,
+# ``full.index(slot)``, at which the warps wait until its tiles have been written.
 #
 # **Rung 1: load, wait, multiply.** There is only one slot. The next tiles cannot be loaded until
 # the matmul has read this slot, and until they arrive the tensor cores are idle.
@@ -743,7 +743,7 @@ def drawn_ring(axes):
     axes.invert_yaxis()
     axes.set(
         xticks=[],
-        xlabel="time, not to scale; grey: waits, dark orange: asks for a tile",
+        xlabel="time, not to scale; grey: waits, dark orange: asks, white: ready",
     )
     axes.set_xlim(-0.03, read[tiles - 1] + 0.03)  # or the edges of bars are cut
     axes.grid(False)
@@ -1262,8 +1262,9 @@ lab.together(
 # What each rung gains
 # --------------------
 #
-# We time each rung against ``torch.matmul``, which calls cuBLAS, and Triton's ``tl.dot``, for which
-# the compiler builds a ring without roles. The whiskers span the middle 60 % of the timings.
+# Does a loader of its own make the matmul faster? We compare the four rungs, and Triton's
+# ``tl.dot``, for which the compiler builds a ring without roles, with ``torch.matmul``, which calls
+# cuBLAS.
 
 
 # Measuring
@@ -1310,59 +1311,8 @@ NAMES = [*RUNGS, "tl.dot"]
 
 # %%
 
-# Drawing
-SIZES = (2048, 4096, 8192)
-LABELS = {
-    "one buffer": "1: load, wait, multiply",
-    "ring": "2: loads ahead, no roles",
-    "one in flight": "3: one matmul in flight",
-    "roles": "4: a loader, two consumers",
-    "tl.dot": "Triton's tl.dot",
-}
-
-
-def drawn_gains(axes, rows):
-    of_limit = {row["n"]: row["ms"] for row in rows if row["provider"] == "matmul"}
-    for place, n in enumerate(SIZES):
-        found = {
-            r["provider"]: r for r in rows if r["n"] == n and r["provider"] in LABELS
-        }
-        at = [list(LABELS).index(name) + 0.24 * (place - 1) for name in found]
-        middle, low, high = (
-            [100 * of_limit[n] / row[column] for row in found.values()]
-            for column in ("ms", "p80", "p20")
-        )
-        spread = [
-            [m - a for m, a in zip(middle, low, strict=True)],
-            [b - m for m, b in zip(middle, high, strict=True)],
-        ]
-        axes.errorbar(
-            middle, at, xerr=spread, fmt="os^"[place], markersize=3.5, capsize=3,
-            color=lab.colour(("one buffer", "ring", "Kernel Book")[place]),
-            label=f"{'' if place else 'n = '}{n:,}",
-        )  # fmt: skip
-    axes.axvline(100, color="#59636e", linestyle="--", linewidth=1)
-    axes.set_yticks(range(len(LABELS)), list(LABELS.values()))
-    axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
-    axes.grid(axis="x", visible=True)
-    axes.set(xlim=(40, 104), xlabel="% of the speed of cuBLAS")
-
-
-def said_of_gains(rows):
-    shares = (
-        f"{LABELS[row['provider']]}, n = {row['n']:,}: {100 * row['share']:.0f}"
-        for row in rows
-        if row["provider"] in LABELS
-    )
-    return f"Marks with whiskers, in % of the speed of cuBLAS. {'; '.join(shares)}."
-
-
-lab.draw(climbed, "An n × n matmul, rung by rung", said_of_gains, drawn_gains)
-
-# %%
-
 # Reading
+SIZES = (2048, 4096, 8192)
 sizes_of = (
     {n: climbed.rate("matmul", n=n) for n in SIZES}
     if climbed.rows
@@ -1379,6 +1329,85 @@ def of_cublas(name, n):
     return 100 * at_size(name, n) / sizes_of[n]
 
 
+def beside_the_loop():
+    """How much slower roles are than the loop with one matmul in flight, over the sizes."""
+    slower = [
+        100 * (1 - at_size("roles", n) / at_size("one in flight", n)) for n in SIZES
+    ]
+    least, most = min(slower), max(slower)
+    if most < 0:
+        return "It does: rung 4 is faster than rung 3 at every size."
+    if least < 0:
+        return (
+            "That depends on the size: rung 4 is between "
+            f"{-least:.1f} % faster and {most:.1f} % slower than rung 3."
+        )
+    of_loop = [of_cublas("one in flight", n) for n in SIZES]
+    return (
+        f"It does not. Rung 3, without roles, reaches {min(of_loop):.0f} to {max(of_loop):.0f} % "
+        f"of the speed of cuBLAS, and rung 4 is up to {most:.1f} % slower than rung 3:"
+    )
+
+
+lab.read(beside_the_loop())
+
+# %%
+
+
+# Drawing
+LABELS = {
+    "one buffer": "1: load, wait, multiply",
+    "ring": "2: loads ahead, no roles",
+    "one in flight": "3: one matmul in flight",
+    "roles": "4: a loader, two consumers",
+    "tl.dot": "Triton's tl.dot",
+}
+
+
+def drawn_gains(axes, rows):
+    of_limit = {row["n"]: row["ms"] for row in rows if row["provider"] == "matmul"}
+    for row in rows:
+        if row["provider"] not in LABELS:
+            continue
+        n = row["n"]
+        place = SIZES.index(n)
+        at = list(LABELS).index(row["provider"]) + 0.29 * (place - 1)
+        middle, low, high = (
+            100 * of_limit[n] / row[column] for column in ("ms", "p80", "p20")
+        )
+        axes.errorbar(
+            [middle], [at], xerr=[[middle - low], [high - middle]], fmt="o",
+            markersize=3.5, capsize=2, color=lab.colour("Kernel Book"),
+        )  # fmt: skip
+        look = {"va": "center", "fontsize": 9, "color": "#1f2328"}
+        axes.text(low - 1, at, f"{middle:.1f}", ha="right", **look)
+        if row["provider"] == "one buffer":  # the sizes, named once
+            axes.text(high + 1.5, at, f"{'' if place else 'n = '}{n:,}", **look)
+    axes.axvline(100, color="#59636e", linestyle="--", linewidth=1, zorder=0)
+    axes.set_yticks(range(len(LABELS)), list(LABELS.values()))
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.grid(visible=False)
+    axes.set(
+        xlim=(36, 104),
+        xlabel="% of the speed of cuBLAS\nwhiskers: middle 60 % of timings",
+    )
+
+
+def said_of_gains(rows):
+    shares = (
+        f"{LABELS[row['provider']]}, n = {row['n']:,}: {100 * row['share']:.0f}"
+        for row in rows
+        if row["provider"] in LABELS
+    )
+    return f"Marks with whiskers, in % of the speed of cuBLAS. {'; '.join(shares)}."
+
+
+lab.draw(climbed, "An n × n matmul, rung by rung", said_of_gains, drawn_gains)
+
+# %%
+
+# Reading
 SCATTER = 0.02  # speeds that are nearer than this we call equal
 by_ring = all(
     at_size("ring", n) - at_size("one buffer", n)
@@ -1389,25 +1418,27 @@ by_ring = all(
 like_dot = all(
     abs(at_size("tl.dot", n) / at_size("one in flight", n) - 1) < SCATTER for n in SIZES
 )
+below_loop = all(at_size("roles", n) < at_size("one in flight", n) for n in SIZES)
 lab.read(
     (
-        "At every size, most of the gain comes from the ring and the rest from the matmul in "
+        "At every size, most of the gain comes from loading ahead and the rest from the matmul in "
         "flight. "
         if by_ring
         else ""
     )
     + (
-        "`tl.dot` is as fast as rung 3."
+        "`tl.dot` is as fast as rung 3, so a plain matmul needs neither roles nor Gluon."
         if like_dot
         else f"`tl.dot` reaches {of_cublas('tl.dot', 8192):.0f} % of cuBLAS at size 8,192."
     )
-    + f" At size {SIZES[-1]:,}, 100 % is {sizes_of[SIZES[-1]]:.0f} TFLOP/s."
+    + (" Why rung 4 is slightly slower is open." if below_loop else "")
+    + f" At size {SIZES[-1]:,}, cuBLAS computes {sizes_of[SIZES[-1]]:.0f} TFLOP/s."
 )
 
 # %%
 
 
-# Reading
+# Folded: Whether rung 4's loss is real, and where it may arise
 def spread_of(name, n):
     """The 20th and 80th percentile of a kernel's milliseconds."""
     row = climbed.at(provider=name, n=n).iloc[0]
@@ -1439,48 +1470,42 @@ def lost_per_program():
 
 
 lost = lost_per_program()
-
-
-def beside_the_loop():
-    """How much slower roles are than the loop with one matmul in flight, over the sizes."""
-    slower = [
-        100 * (1 - at_size("roles", n) / at_size("one in flight", n)) for n in SIZES
-    ]
-    least, most = min(slower), max(slower)
-    if most < 0:
-        return "With roles, the matmul is faster than rung 3 at every size."
-    if least < 0:
-        return (
-            "Whether roles pay depends on the size: rung 4 is between "
-            f"{-least:.1f} % faster and {most:.1f} % slower than rung 3."
+apart = climbed.rows and all(
+    spread_of("one in flight", n)[1] < spread_of("roles", n)[0] for n in SIZES
+)
+lab.together(
+    lab.read(
+        "In percent of the speed of rung 3, rung 4 reaches "
+        + ", ".join(
+            f"{100 * at_size('roles', n) / at_size('one in flight', n):.1f} at size {n:,}"
+            for n in SIZES
         )
-    apart = climbed.rows and all(
-        spread_of("one in flight", n)[1] < spread_of("roles", n)[0] for n in SIZES
-    )
-    return (
-        f"**Roles gain nothing:** rung 4 is up to {most:.1f} % slower than rung 3, and "
+        + ". "
         + (
-            "the whiskers do not overlap at any size."
+            "The whiskers of the two do not overlap at any size."
             if apart
-            else "at some sizes the whiskers overlap."
+            else "At some sizes the whiskers of the two overlap."
         )
-        + (
-            " A program loses about as much with few steps as with many, so perhaps at its start "
-            "or end; nothing here isolates the cause."
-            if lost
-            else ""
-        )
+    ),
+    lab.read(
+        f"Each program loses {min(lost):.1f} to {max(lost):.1f} µs to roles, whether it takes "
+        f"{SIZES[0] // BLOCK_K} steps or {SIZES[-1] // BLOCK_K}. (At the three sizes, an SM runs "
+        f"up to {', '.join(f'{rounds_of(n):.0f}' for n in SIZES[:-1])} and "
+        f"{rounds_of(SIZES[-1]):.0f} of them one after another.) As the loss does not grow with "
+        "the number of steps, it seems to arise at a program's start or end, but nothing here "
+        "isolates its cause."
     )
-
-
-lab.read(beside_the_loop())
+    if lost
+    else None,
+)
 
 # %%
 # Why roles gain nothing here
 # ---------------------------
 #
-# One program reads a clock before and after each wait. Each part of a bar is the median of ten
-# steps, taken once the ring has filled.
+# Why does the loader not help? It spares the consumers the asking for tiles, but this saves time
+# only if the tensor cores would wait for it. To see whether they do, one program of a matmul of
+# size 4,096 reads a clock before and after each wait.
 
 
 # Measuring
@@ -1549,7 +1574,7 @@ whole = lab.attempt(
 # %%
 
 
-# Drawing
+# Reading
 def in_lanes(rows):
     return list(dict.fromkeys((row["kernel"], row["lane"]) for row in rows))
 
@@ -1602,6 +1627,156 @@ def spent(rows, kernel, lane):
     return parts, median_of(lengths)
 
 
+of_step, cycles = {}, {}
+for lane in in_lanes(trace.rows) if trace.rows else ():
+    of_step[lane], cycles[lane] = spent(trace.rows, *lane)
+
+
+def part(lane, *labels):
+    """The cycles of its step that a lane spends with some of SHADES."""
+    return sum(of_step[lane][label] for label in labels) if lane in of_step else nan
+
+
+def share(lane, *labels):
+    """The percentage of its step that a lane spends with some of SHADES."""
+    return 100 * part(lane, *labels) / cycles.get(lane, nan)
+
+
+RING, LOOP = ("ring", "all warps"), ("one in flight", "all warps")
+ROLES = [("roles", lane) for lane in ("loader", "consumer 0", "consumer 1")]
+BOTH = ("waits at a barrier", "waits for a matmul")
+bare, ahead = (cycles.get(lane, nan) for lane in (RING, LOOP))
+own_matmul = part(RING, "waits for a matmul")
+in_roles = max(cycles.get(lane, nan) for lane in ROLES)
+least_step = max(ahead, in_roles) < 1.01 * step_cycles
+lab.read(
+    "From rung 3 on they do not: a step takes only as long as its matmul (dashed), and with roles "
+    "just as long."
+    if least_step and round(ahead) == round(in_roles)
+    else f"In rung 3 a step takes {ahead:,.0f} cycles, and with roles up to {in_roles:,.0f}; the "
+    f"minimum is {step_cycles:,.0f}."
+)
+
+# %%
+
+
+# Drawing
+BARS = {
+    "rung 2: all warps": [RING],
+    "rung 3: all warps": [LOOP],
+    "rung 4: consumers": ROLES[1:],
+    "rung 4: loader": ROLES[:1],
+}
+
+
+def bars_of(rows):
+    """What a bar stands for: its name, and the cycles of waiting, of asking, and of the step."""
+    for name, lanes in BARS.items():
+        found = [spent(rows, *lane) for lane in lanes]
+        waits = sum(parts[label] for parts, _ in found for label in BOTH)
+        asks = sum(parts["asks for tiles"] for parts, _ in found)
+        step = sum(step for _, step in found)
+        yield name, *(total / len(lanes) for total in (waits, asks, step))
+
+
+def drawn_step(axes, rows):
+    grey, orange = SHADES["waits at a barrier"], SHADES["asks for tiles"]
+    for at, (_, waits, asks, step) in enumerate(bars_of(rows)):
+        axes.barh(at, waits, 0.66, color=grey)
+        axes.barh(at, asks, 0.66, waits, color=orange)
+        axes.barh(at, step, 0.66, fill=False, edgecolor="#59636e", linewidth=0.8)
+        look = {"va": "center", "fontsize": 10}
+        axes.text(waits / 2, at, "wait" + "s" * (at == 3), ha="center", **look)
+        if asks > 150:
+            axes.text(waits + asks / 2, at, "ask", ha="center", color="#ffffff", **look)
+        axes.text(step + 25, at, f"{step:,.0f}", **look)
+    axes.axvline(step_cycles, color="#1f2328", linestyle="--", linewidth=1.2)
+    axes.set_yticks(range(len(BARS)), list(BARS))
+    axes.invert_yaxis()
+    axes.grid(visible=False)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.set(
+        xlim=(0, 1650),
+        xlabel="cycles of a step, medians of ten\ndashed: its matmul; white: everything else",
+    )
+
+
+def said_of_step(rows):
+    found = (
+        f"{name}: {step:,.0f} cycles, of which {waits:,.0f} waiting and {asks:,.0f} asking for "
+        "tiles"
+        for name, waits, asks, step in bars_of(rows)
+    )
+    return f"Bars of cycles. {'; '.join(found)}."
+
+
+lab.draw(
+    trace,
+    "What the warps do in a step, without and with roles",
+    said_of_step,
+    drawn_step,
+)
+
+# %%
+
+# Reading
+lab.read(
+    (
+        "Follow the orange parts, in which warps ask for tiles. In rung 2 they ask only after a "
+        f"matmul has ended, and the tensor cores are idle for {bare - step_cycles:,.0f} cycles of "
+        "the step. "
+        if abs(own_matmul / step_cycles - 1) < 0.02
+        else f"A step of rung 2 takes {bare:,.0f} cycles. "
+    )
+    + (
+        "In rung 3 they ask while the next matmul is running, for "
+        f"{share(LOOP, 'asks for tiles'):.0f} % of the step, which does not lengthen it. In rung 4 "
+        "the loader asks, but a step cannot be shorter than its matmul."
+        if least_step
+        else "In rung 3 the warps ask while the next matmul is running, for "
+        f"{share(LOOP, 'asks for tiles'):.0f} % of the step; in rung 4 the loader asks."
+    )
+)
+
+# %%
+
+# Reading
+counted = {(row["n"], row["kernel"]): row for row in whole.rows}
+slower = bare / ahead
+longer = at_size("one in flight", 4096) / at_size("ring", 4096)
+
+
+def measured(name, column, n=4096):
+    return counted[n, name][column] if counted else nan
+
+
+in_loop = measured("one in flight", "cycles, thousands")
+in_cycles = measured("ring", "cycles, thousands") / in_loop
+faster = measured("ring", "clock, MHz") / measured("one in flight", "clock, MHz")
+rounds = rounds_of(4096) if climbed.rows else nan
+noted, noted_of_loop = (rounds * (4096 // BLOCK_K) * n / 1e3 for n in (bare, ahead))
+expected = (noted + in_loop - noted_of_loop) / in_loop  # starts and ends are the loop's
+lab.read(
+    (
+        "In rungs 3 and 4 the waiting costs nothing either, because a matmul that was issued "
+        "before keeps the tensor cores busy meanwhile. "
+        if least_step
+        else ""
+    )
+    + (
+        "Rung 2 lags less over its whole matmul than in these steps: it takes "
+        f"{in_cycles:.2f} times the cycles of rung 3."
+        if expected > in_cycles + SCATTER
+        else f"Rung 2's step is {slower:.2f} times as long as rung 3's, but its whole matmul takes "
+        f"only {longer:.2f} times as long."
+    )
+    + " This run does not show why."
+)
+
+# %%
+
+
+# Folded: Every part of a step, the steps on a timeline, and whole matmuls in cycles
 def said(rows):
     found = []
     for kernel, lane in in_lanes(rows):
@@ -1626,7 +1801,7 @@ def name_lanes(axes, rows, rest=None):
     axes.grid(axis="y", visible=False)
 
 
-def drawn_step(axes, rows):
+def drawn_parts(axes, rows):
     axes.axvline(step_cycles, color="#59636e", linestyle="--", linewidth=1.2, zorder=0)
     for at, (kernel, lane) in enumerate(in_lanes(rows)):
         parts, step = spent(rows, kernel, lane)
@@ -1656,96 +1831,6 @@ def drawn_trace(axes, rows):
     axes.set(xlabel="thousand cycles of the SM")
 
 
-lab.draw(trace, "What the warps do in a step, without and with roles", said, drawn_step)
-
-# %%
-
-# Reading
-of_step, cycles = {}, {}
-for lane in in_lanes(trace.rows) if trace.rows else ():
-    of_step[lane], cycles[lane] = spent(trace.rows, *lane)
-
-
-def part(lane, *labels):
-    """The cycles of its step that a lane spends with some of SHADES."""
-    return sum(of_step[lane][label] for label in labels) if lane in of_step else nan
-
-
-def share(lane, *labels):
-    """The percentage of its step that a lane spends with some of SHADES."""
-    return 100 * part(lane, *labels) / cycles.get(lane, nan)
-
-
-RING, LOOP = ("ring", "all warps"), ("one in flight", "all warps")
-ROLES = [("roles", lane) for lane in ("loader", "consumer 0", "consumer 1")]
-BOTH = ("waits at a barrier", "waits for a matmul")
-bare, ahead = (cycles.get(lane, nan) for lane in (RING, LOOP))
-own_matmul = part(RING, "waits for a matmul")
-in_roles = max(cycles.get(lane, nan) for lane in ROLES)
-least_step = max(ahead, in_roles) < 1.01 * step_cycles
-lab.read(
-    (
-        "**Roles have nothing to fill:** in rungs 3 and 4 a step takes only the cycles of its "
-        "matmul (dashed), so the tensor cores are never idle in it. "
-        if least_step and round(ahead) == round(in_roles)
-        else f"In rung 3 a step takes {ahead:,.0f} cycles, and with roles up to {in_roles:,.0f}. "
-    )
-    + (
-        f"In rung 2 the tensor cores are idle for {100 * (1 - step_cycles / bare):.0f} % of a "
-        "step, because the warps issue the next matmul only after they have waited for this one, "
-        "asked for tiles and passed the barrier."
-        if abs(own_matmul / step_cycles - 1) < 0.02
-        else f"Rung 2 takes {bare:,.0f}."
-    )
-)
-
-# %%
-
-# Reading
-at_barrier = [share(lane, BOTH[0]) for lane in ROLES[1:]]
-lab.read(
-    (
-        "The consumers wait at a barrier (grey) for more than half of a step"
-        if min(at_barrier) > 50
-        else "The consumers, too, wait at a barrier (grey)"
-    )
-    + ", but the tensor cores do not wait, because a consumer issues its next matmul while the "
-    "previous one is still running."
-    if least_step
-    else f"In rung 4 a step takes up to {in_roles:,.0f} cycles, against a minimum of "
-    f"{step_cycles:,.0f}."
-)
-
-# %%
-
-# Reading
-counted = {(row["n"], row["kernel"]): row for row in whole.rows}
-slower = bare / ahead
-longer = at_size("one in flight", 4096) / at_size("ring", 4096)
-
-
-def measured(name, column, n=4096):
-    return counted[n, name][column] if counted else nan
-
-
-in_loop = measured("one in flight", "cycles, thousands")
-in_cycles = measured("ring", "cycles, thousands") / in_loop
-faster = measured("ring", "clock, MHz") / measured("one in flight", "clock, MHz")
-rounds = rounds_of(4096) if climbed.rows else nan
-noted, noted_of_loop = (rounds * (4096 // BLOCK_K) * n / 1e3 for n in (bare, ahead))
-expected = (noted + in_loop - noted_of_loop) / in_loop  # starts and ends are the loop's
-lab.read(
-    "**A caution.** The traced steps overstate rung 2's lag: by them, its whole matmul would take "
-    f"{expected:.2f} times the cycles of rung 3's; it takes {in_cycles:.2f} times. Reading the "
-    "clock may lengthen a step, or other steps may be shorter; this run does not show which."
-    if expected > in_cycles + SCATTER
-    else f"**A caution.** A traced step of rung 2 is {slower:.2f} times as long as one of rung 3, "
-    f"but its whole matmul takes only {longer:.2f} times as long. This run does not show why."
-)
-
-# %%
-
-# Folded: The steps on a timeline, whole matmuls in cycles, and the loss by program
 cublas_mhz = measured("matmul", "clock, MHz", 8192)
 peak_then = (
     climbed.provenance["sm_count"] * cublas_mhz * flops_per_cycle / 1e6
@@ -1775,11 +1860,31 @@ lengths = {
     lane: full_steps(trace.rows, *lane)[1] if trace.rows else [] for lane in ROLES[1:]
 }
 late = [n for found in lengths.values() for n in found if n > 1.5 * step_cycles]
+at_barrier = [share(lane, BOTH[0]) for lane in ROLES[1:]]
 lab.together(
+    lab.draw(trace, "Every part of a step, by role", said, drawn_parts),
+    lab.read(
+        f"In rung 2 the tensor cores are idle for {100 * (1 - step_cycles / bare):.0f} % of a "
+        "traced step, because the warps issue the next matmul only after they have waited for this "
+        "one, asked for tiles and passed the barrier. "
+        if abs(own_matmul / step_cycles - 1) < 0.02
+        else f"A traced step of rung 2 takes {bare:,.0f} cycles. "
+    ),
+    lab.read(
+        (
+            "The consumers wait at a barrier (grey) for more than half of a step"
+            if min(at_barrier) > 50
+            else "The consumers, too, wait at a barrier (grey)"
+        )
+        + ", but a consumer issues its next matmul while the previous one is still running."
+    )
+    if least_step
+    else None,
     lab.draw(trace, "Sixteen steps, without and with roles", said, drawn_trace),
     lab.read(
-        f"The program belongs to a matmul of size 4,096, and we trace the first {TRACE} of its "
-        f"{4096 // BLOCK_K} steps. The medians cover steps 5 to {TRACE - 2}."
+        f"We trace the first {TRACE} of the program's {4096 // BLOCK_K} steps. The medians cover "
+        f"steps 5 to {TRACE - 2}, when the ring has filled. A bar of the visible figure that "
+        "stands for both consumers shows their mean."
     ),
     lab.read(
         "After issuing a matmul, warps must wait for the previous one. A consumer therefore waits "
@@ -1824,10 +1929,11 @@ lab.together(
     if counted
     else None,
     lab.read(
-        "The caution rests on an estimate. If every step took as long as the traced ones, the "
-        f"{rounds:.0f} rounds of programs would take {noted:,.0f} thousand cycles in rung 2 and "
-        f"{noted_of_loop:,.0f} thousand in rung 3. We count the rest of rung 3's cycles as starts "
-        "and ends, and expect as many in rung 2."
+        f"By the traced steps we would expect {expected:.2f} times the cycles instead of "
+        f"{in_cycles:.2f}. This is an estimate: if every step took as long as these, the "
+        f"{rounds:.0f} rounds of programs would take {noted:,.0f} thousand "
+        f"cycles in rung 2 and {noted_of_loop:,.0f} thousand in rung 3. We count the rest of rung "
+        "3's cycles as starts and ends, and expect as many in rung 2."
     )
     if counted and expected > in_cycles + SCATTER
     else None,
@@ -1839,14 +1945,6 @@ lab.together(
     if counted
     else None,
     lab.read(
-        f"Each program loses {min(lost):.1f} to {max(lost):.1f} µs to roles, whether it takes "
-        f"{SIZES[0] // BLOCK_K} steps or {SIZES[-1] // BLOCK_K}. At the three sizes, an SM runs up "
-        f"to {', '.join(f'{rounds_of(n):.0f}' for n in SIZES[:-1])} and "
-        f"{rounds_of(SIZES[-1]):.0f} of them one after another."
-    )
-    if lost
-    else None,
-    lab.read(
         f"At size 8,192 cuBLAS reaches {100 * sizes_of[8192] / peak_then:.0f} % of what the tensor "
         f"cores could do at its clock: {peak_then:,.0f} TFLOP/s at {cublas_mhz:,.0f} MHz."
     )
@@ -1855,15 +1953,10 @@ lab.together(
 )
 
 # %%
-
-# Reading
-lab.read(
-    "**Roles do free the consumers.** In rung 3 the warps ask for tiles during "
-    f"{share(LOOP, 'asks for tiles'):.0f} % of each step, and all eight meet before they ask; in "
-    "rung 4 the consumers do neither. A matmul cannot use this, but in attention one consumer can "
-    "compute its softmax while the tensor cores multiply for the other. The next chapter measures "
-    "how much of it fits."
-)
+# So what are roles for? In rung 3 all eight warps meet in every step before they ask for tiles, so
+# in attention they would also reach the softmax together. Two consumers need not meet: one can
+# compute its softmax while the tensor cores multiply for the other. The next chapter measures how
+# much of the softmax fits.
 
 # %%
 
@@ -2158,8 +2251,8 @@ lab.read(
     else f"**Deadlocks.** {spelled(len(hung)).capitalize()} of the {spelled(len(outcome) - 1)} "
     "mistakes hang. "
     + (
-        "With parity 0 in line 1, for example, the consumer hangs at tile 2: that tile, which "
-        "arrived during the pause, ended a phase of parity 1."
+        "With parity 0 in line 1, for example, the consumer hangs at tile 2, because this "
+        "tile arrived during the pause for tile 1 and ended a phase of parity 1."
         if at_consumer.get("always waits for parity 0") == "tile 2: waits for full[0]"
         else ""
     )
@@ -2212,7 +2305,7 @@ lab.read(
 # In short
 # --------
 #
-# A loader names tiles to the copy engine, consumers issue matmuls, and two barriers per slot keep
+# A loader asks the copy engine for tiles, consumers issue matmuls, and two barriers per slot keep
 # them in step.
 
 # %%
@@ -2224,10 +2317,10 @@ reached = sorted(
     for n in SIZES
 )
 lab.read(
-    f"With one matmul in flight we reach {reached[0].strip()} to {reached[-1].strip()} % of "
-    "the speed of cuBLAS. Roles do not help, because the steps keep the tensor cores busy without "
-    "them. They can pay where a loop has something to compute between its matmuls, as in the next "
-    "chapter."
+    "With roles or without, one matmul in flight reaches "
+    f"{reached[0].strip()} to {reached[-1].strip()} % of the speed of cuBLAS. Roles do not help, "
+    "because the steps keep the tensor cores busy without them. They can pay where a loop has "
+    "something to compute between its matmuls, as in the next chapter."
 )
 
 # %%
