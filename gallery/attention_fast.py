@@ -1227,7 +1227,8 @@ measured(
 #    16 bytes at once, the compiler has to know that neighbours in a row are neighbours in memory,
 #    and a descriptor from the host does not tell it this at compile time. ``head_of`` gives it an
 #    address whose last stride is the constant 1, and ``inside`` computes the addresses of a tile
-#    from that.
+#    from that. The factor ``UNIT`` shows the compiler that rows begin at multiples of 16 bytes;
+#    :doc:`/chapters/first_kernel` explains this, and ``tl.multiple_of``, which promises the same.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
 #       :pyobject: head_of
@@ -1347,14 +1348,21 @@ measured(
 # Rung 4: the maximum in two steps
 # --------------------------------
 #
-# Why does the code still wait after each instruction? The assembler, *ptxas*, gives its reason if
-# we set two environment variables:
+# What does the code of rung 3 wait for, after each matmul instruction? Its loop carries two
+# versions of ``acc``, and Triton copies one to the other while ``p v`` is still writing it. To be
+# safe, the assembler makes the program wait after each instruction:
+#
+# .. image:: /figures/attention-acc-twice.svg
+#    :alt: Three timelines of the four instructions of p v. In rung 3, as Triton writes it, the
+#          program copies acc while they still write it, and then waits. The assembler makes that
+#          safe with a wait after each instruction, and copies acc after the last. In rung 4 there
+#          is one acc and no copy, and the program waits once.
+#
+# The assembler, *ptxas*, says so itself if we set two environment variables for rung 3:
 #
 # .. code-block:: bash
 #
 #    TRITON_ALWAYS_COMPILE=1 TRITON_DUMP_PTXAS_LOG=1 python your_script.py
-#
-# For rung 3 it reports:
 
 # Drawing
 
@@ -1397,44 +1405,32 @@ as_printed(
 free = "one iteration ahead, no limit"
 of_first = {seen[name]["reason"] for name in ("two programs", "descriptors") if seen}
 lab.read(
-    (
-        f"In rungs 1 and 2 the reason is “{of_first.pop()}”. Rung 3 has a new one"
+    "In plain words: something reads the accumulator, the registers of `acc`, while a matmul "
+    "(`wgmma`) may still be writing them, so every matmul of the kernel has to wait. "
+    + (
+        f"In rungs 1 and 2 ptxas reports “{of_first.pop()}” instead. "
         if len(of_first) == 1
-        else "Rung 3 has a new reason"
+        else ""
     )
     + (
-        ", and raising the limit does not help. "
+        "Here, more registers would not help."
         if compiled_to(free, "waits for them")
         == compiled_to(free, "matmul instructions")
-        else ". "
+        else ""
     )
-    + "Something reads the accumulator, the registers of `acc`, while a matmul (`wgmma`) is still "
-    "writing them, and so the assembler makes every matmul of the kernel wait."
 )
 
 # %%
-# To find the culprit, we look for ``p v`` in *TTGIR*, Triton's intermediate code
-# (``compiled.asm["ttgir"]``). Two waits, ``warp_group_dot_wait``, follow ``p v`` instead of one,
-# and the loop carries ``acc`` twice, in two *layouts*: a layout says which elements of a tile each
-# thread holds. The second is the layout of ``alpha``, which comes from an innocent line, the
-# maximum of a row:
+# Why are there two versions of ``acc``? The trouble begins with ``acc * alpha``. In *TTGIR*,
+# Triton's intermediate code (``compiled.asm["ttgir"]``), every tile has a *layout*, which says
+# which thread holds which elements. A product needs both factors in one layout, but ``alpha`` comes
+# from the maximum of the scores and has inherited theirs. So one of the two is converted:
+# ``alpha``, with one number per row, or ``acc``, with 128. Up to rung 2, the compiler converts
+# ``alpha``. In rung 3 it converts ``acc``, and to avoid doing so in every iteration, it carries
+# ``acc`` in both layouts.
 #
-# 1. The scores have the layout of a matmul with 64 columns, and ``acc`` that of one with 128. The
-#    maximum, ``tl.max(qk, axis=1)``, inherits the layout of the scores, and so does ``alpha``.
-# 2. ``acc * alpha`` needs both in the same layout. Up to rung 2, the compiler converts ``alpha``,
-#    one number per row. In rung 3 it converts ``acc``; we did not trace why. To avoid a conversion
-#    in every iteration, it carries both versions through the loop.
-# 3. Triton then emits one wait for each version. The second version is a copy of ``acc``, 64
-#    registers per thread, which the code makes before both waits, while ``p v`` is still running:
-#
-# .. image:: /figures/attention-acc-twice.svg
-#    :alt: Three timelines of the four instructions of p v. In rung 3, as Triton writes it, the
-#          program copies acc while they still write it, and then waits. The assembler makes that
-#          safe with a wait after each instruction, and copies acc after the last. In rung 4 there
-#          is one acc and no copy, and the program waits once.
-#
-# Rung 4 breaks the chain at its first step. Its ``row_max`` returns the same numbers, but a reshape
-# gives them a layout that belongs to no matmul, and the compiler goes back to converting ``alpha``:
+# So we give the maximum another layout. ``row_max`` returns the same numbers, but its reshape takes
+# them out of the layout of the scores, and the compiler goes back to converting ``alpha``:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
 #    :language: python
@@ -1448,46 +1444,21 @@ measured(
     f"Of {compiled_to('one iteration ahead', 'waits for them')} waits, "
     f"{compiled_to('two-step maximum', 'waits for them')} remain"
     + (
-        ", one for each `tl.dot` in the loops and outside them. "
+        ", one for each `tl.dot` in the loops and outside them."
         if compiled_to("two-step maximum", "waits for them") == 6
-        else ". "
-    )
-    + "Here is the machine code of `p v` before and after:",
+        else "."
+    ),
 )
 
 # %%
-
-
-# Drawing
-def code_of_p_v(name):
-    """The machine code of the first p v of a rung: its matmul instructions and their waits."""
-    code = seen[name]["code"]
-    first = next(i for i, word in enumerate(code) if "64x128x16" in word)
-    after = [i for i, word in enumerate(code) if i > first and "64x64x16" in word]
-    return code[first : after[0]]
-
-
-OPCODES = {"HGMMA": "HGMMA", "WARPGROUP": "DEPBAR"}
-RUNGS_3_AND_4 = {"rung 3": "one iteration ahead", "rung 4": "two-step maximum"}
-as_printed(
-    "SASS of one p v, abridged to its matmuls and waits",
-    "\n".join(
-        f"{words}:  {' '.join(OPCODES[word.split('.')[0]] for word in code_of_p_v(name))}"
-        for words, name in RUNGS_3_AND_4.items()
-    )
-    if seen
-    else "It could not be compiled here.",
-)
-
-# %%
-# To see whether the copy is to blame, we take the TTGIR of rung 3 and delete the second of the two
-# waits by hand:
-
+# Is it really the copy that costs so much, or does ``row_max`` help in some other way? We keep the
+# maximum of rung 3. Its TTGIR waits once for each version of ``acc``; we delete the second wait by
+# hand, and the copy disappears with it:
 
 # Reading
 TESTED = {
     "one iteration ahead": "rung 3",
-    "one wait": "rung 3, second wait deleted by hand",
+    "one wait": "rung 3, edited by hand",
     "two-step maximum": "rung 4",
 }
 lab.table(
@@ -1539,11 +1510,11 @@ by_hand = change("two-step maximum", "one wait")
 # Reading
 lab.read(
     (
-        "Without its second wait, rung 3 is as fast as rung 4, so the copy of `acc`, with the "
-        "waits that it forces, accounts for the whole loss. "
+        "Without the copy, rung 3 is as fast as rung 4, so the copy, with the waits that it "
+        "forces, accounts for the whole loss. "
         if abs(by_hand) < CHANCE
         else f"The speed of rung 4 differs by {100 * by_hand:+.0f} % from that of rung 3 without "
-        f"its second wait, so the copy of `acc` is not the whole difference. "
+        f"the copy, so the copy is not the whole difference. "
     )
     + f"The edited kernel returns {'the same bits as' if same_bits else 'different bits from'} "
     f"rung 3."
@@ -1551,7 +1522,40 @@ lab.read(
 
 # %%
 
-# Folded: All reasons, what else the intermediate code shows, and the results of the edited kernel
+
+# Drawing
+def code_of_p_v(name):
+    """The machine code of the first p v of a rung: its matmul instructions and their waits."""
+    code = seen[name]["code"]
+    first = next(i for i, word in enumerate(code) if "64x128x16" in word)
+    after = [i for i, word in enumerate(code) if i > first and "64x64x16" in word]
+    return code[first : after[0]]
+
+
+OPCODES = {"HGMMA": "HGMMA", "WARPGROUP": "DEPBAR"}
+RUNGS_3_AND_4 = {"rung 3": "one iteration ahead", "rung 4": "two-step maximum"}
+
+# %%
+
+# Folded: The second version of acc step by step, the machine code, and all reasons
+chain = lab.read(
+    "**Why there are two versions.** The scores have the layout of a matmul with 64 columns, and "
+    "`acc` that of one with 128. The maximum, `tl.max(qk, axis=1)`, inherits the layout of the "
+    "scores, and so does `alpha`. We did not trace why the compiler converts `acc` in rung 3. "
+    "In TTGIR, two waits, `warp_group_dot_wait`, follow `p v` instead of one, one for each "
+    "version. The second version is a copy of `acc`, 64 registers per thread, which the code makes "
+    "before both waits, while `p v` is still running. The reshape of `row_max` gives the maximum a "
+    "layout that belongs to no matmul. The machine code of `p v` shows the waits:"
+)
+both_codes = as_printed(
+    "SASS of one p v, abridged to its matmuls and waits",
+    "\n".join(
+        f"{words}:  {' '.join(OPCODES[word.split('.')[0]] for word in code_of_p_v(name))}"
+        for words, name in RUNGS_3_AND_4.items()
+    )
+    if seen
+    else "It could not be compiled here.",
+)
 registers_of_two = (2 * 128 * 128 + 128 * 64) // 256
 reasons = lab.table(
     [
@@ -1604,7 +1608,7 @@ no_gpu = lab.read(
     "built. All other counts come from the recorded run. ptxas numbers its remarks: C7512 is about "
     "too few registers, and C7514 about the accumulator."
 )
-lab.together(reasons, same_code, in_ttgir, live, no_gpu, differing)
+lab.together(chain, both_codes, reasons, same_code, in_ttgir, live, no_gpu, differing)
 
 # %%
 # Rung 5: the scale inside the exponential
@@ -1976,11 +1980,9 @@ lab.together(one_and_two, why, halves)
 # What the exponentials still cost
 # --------------------------------
 #
-# Even the finished kernel is slower than a matmul, and exponentials could be the reason. To find
-# out, we delete them from the TTGIR: the results are then wrong, but the kernel still does
-# everything else. We count cycles because a GPU lowers its clock under load. *Tensor cores at work*
-# is the number of cycles that the matmuls need, at 4,096 operations per cycle, divided by the
-# number counted.
+# Even the finished kernel is slower than a matmul. Do its exponentials still hold it back? To find
+# out, we delete them from the TTGIR and count cycles, without a mask. The results are then wrong,
+# but the kernel still does everything else. Is it faster?
 
 
 # Measuring
@@ -2077,22 +2079,26 @@ def counted_cycles():
 
 # %%
 
-# Folded: How the cycles are counted and the exponentials deleted, the clocks, and all counts
+# Measuring
 in_cycles = lab.attempt("Cycles of an SM, length 4,096, no mask", counted_cycles)
-counting = lab.read(
-    "Each SM counts its cycles in the register `%clock64`, and `%smid` is the number of the SM. A "
-    "tiny kernel records them before and after each run. We take the median over all SMs, and "
-    "then over 40 runs. The difference includes a few microseconds in which the kernels start. "
-    "Matmuls need at least their number of operations divided by 4,096 "
-    "per SM and cycle, and exponentials their number divided by 16. Two functions do the work:"
-)
 counted = {row["kernel"]: row for row in in_cycles.rows}
+COUNTED = {
+    "start": "the start",
+    "finished, one program": "finished, but one program per SM",
+    "finished": "finished",
+    "matmul": "cuBLAS matmul, twice the operations",
+}
 
 
 def at_work(name):
     """For how much of a run the tensor cores work, in percent, by the count."""
     row = counted.get(name, {})
     return 100 * row.get("matmuls, at least", nan) / row.get("cycles, thousands", nan)
+
+
+def cycles(name):
+    """Thousands of cycles as a table shows them."""
+    return f"{counted[name]['cycles, thousands']:,.0f}" if name in counted else "—"
 
 
 def saved(name):
@@ -2106,46 +2112,123 @@ def saved(name):
 
 clocks = {name: row.get("clock, MHz", nan) for name, row in counted.items()}
 needs = counted.get("finished", {}).get("exponentials, at least", nan)
-more_counts = lab.read(
-    f"The start also runs one program per SM, but its exponentials cost only "
-    f"{saved('start'):,.0f} of the {needs:.0f} thousand cycles that they need, so even the warps "
-    f"of one program are not strictly in step."
+hidden = {
+    name: 100 * min(1, max(0, 1 - saved(name) / needs)) for name in list(COUNTED)[:-1]
+}
+of_one_program = counted.get("finished, one program", {}).get("cycles, thousands", nan)
+their_share = 100 * saved("finished, one program") / of_one_program
+
+# %%
+
+# Reading
+lab.read(
+    (
+        "No: the finished kernel takes no fewer cycles without its exponentials"
+        + (
+            " (in fact a few more, and we do not know why). "
+            if saved("finished") < -20
+            else ", to within a few percent. "
+        )
+        if hidden["finished"] > 97
+        else f"Yes: without exponentials the finished kernel takes {saved('finished'):,.0f} "
+        f"thousand fewer cycles, and {hidden['finished']:.0f} % of their time is hidden. "
+    )
     + (
-        f" In time, the finished kernel is closer to cuBLAS than in cycles, at "
-        f"{of_matmul(last, 'full')} of its speed, because cuBLAS ran at a lower clock."
-        if clocks.get("matmul", nan) < clocks.get("finished", nan)
-        else ""
+        f"It is the second program that hides them, because with one program per SM, they cost "
+        f"{their_share:.0f} % of the cycles:"
+        if hidden["finished"] > hidden["finished, one program"] + 10
+        else f"With one program per SM, they cost {their_share:.0f} % of the cycles:"
     )
 )
-lab.together(
-    counting,
-    lab.listing(
-        {
-            "The kernel that writes down the counters": _stamp_kernel,
-            "What deletes the exponentials from the intermediate code": no_exponentials,
-        }
-    ),
+
+# %%
+
+
+# Drawing
+DELETED = {
+    "finished, one program": "finished, but with\none program per SM",
+    "finished": "finished, with\ntwo programs",
+}
+
+
+def with_and_without(axes, rows):
+    """The cycles of the finished kernel, with one program or two, with exponentials or not."""
+    taken = {row["kernel"]: row["cycles, thousands"] for row in rows}
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+    most_cycles = max(taken[name] for name in DELETED)
+    for number, (name, words) in enumerate(DELETED.items()):
+        top = 2.5 * number
+        axes.text(-30, top + 0.5, words, va="center", ha="right", weight="bold")
+        for row, (version, said, colour) in enumerate(
+            (
+                (name, "as it is", lab.colour("PyTorch")),
+                (
+                    f"{name}, no exponentials",
+                    "exponentials deleted",
+                    lab.colour("Kernel Book"),
+                ),
+            )
+        ):
+            length = taken[version]
+            axes.barh(top + row, length, 0.9, alpha=0.3, color=colour)
+            axes.text(25, top + row, said, va="center")
+            axes.text(length - 25, top + row, f"{length:,.0f}", va="center", ha="right")
+    axes.set(
+        xlim=(-0.55 * most_cycles, 1.01 * most_cycles),
+        ylim=(4.1, -0.6),
+        xticks=[],
+        yticks=[],
+    )
+    axes.figure.set_figheight(2.6)
+
+
+def with_and_without_in_words(rows):
+    taken = {row["kernel"]: row["cycles, thousands"] for row in rows}
+    return "Thousands of cycles of an SM at length 4,096 without a mask. " + "; ".join(
+        f"{COUNTED[name]}: {taken[name]:,.0f} with its exponentials and "
+        f"{taken[f'{name}, no exponentials']:,.0f} without"
+        for name in DELETED
+    )
+
+
+lab.draw(
     in_cycles,
-    more_counts,
+    "Thousands of cycles, with and without exponentials",
+    with_and_without_in_words,
+    with_and_without,
 )
 
 # %%
 
 # Reading
-COUNTED = {
-    "start": "the start",
-    "finished, one program": "finished, but one program per SM",
-    "finished": "finished",
-    "matmul": "cuBLAS matmul, twice the operations",
-}
+slower_clock = clocks.get("matmul", nan) < clocks.get("finished", nan)
+lab.read(
+    (
+        "A cheaper exponential would therefore gain nothing here. Still, the tensor cores work "
+        if hidden["finished"] > 97
+        else "Yet the tensor cores work "
+    )
+    + f"in only {at_work('finished'):.0f} % of the finished kernel's cycles, and in "
+    f"{at_work('matmul'):.0f} % of those of a cuBLAS matmul"
+    + (
+        ", which runs at a lower clock and is therefore less far ahead in time. "
+        if slower_clock
+        else ". "
+    )
+    + "What fills the rest is open: late copies, moments in which both programs wait, or other "
+    "instructions"
+    + (
+        ", of which rung 5 removed one and gained time."
+        if gain("scale folded", "full") > CHANCE
+        else "."
+    )
+)
 
+# %%
 
-def cycles(name):
-    """Thousands of cycles as a table shows them."""
-    return f"{counted[name]['cycles, thousands']:,.0f}" if name in counted else "—"
-
-
-lab.table(
+# Folded: The start, the clocks and all counts, and how we deleted and counted
+count_table = lab.table(
     [
         {
             "kernel": words,
@@ -2160,56 +2243,46 @@ lab.table(
     "Cycles of an SM, in thousands; length 4,096, no mask."
     + (f" The exponentials alone need at least {needs:.0f}" if needs == needs else ""),
 )
-
-# %%
-
-# Reading
-hidden = {
-    name: 100 * min(1, max(0, 1 - saved(name) / needs)) for name in list(COUNTED)[:-1]
-}
-of_one_program = counted.get("finished, one program", {}).get("cycles, thousands", nan)
-their_share = 100 * saved("finished, one program") / of_one_program
-lab.read(
-    (
-        "The finished kernel hides its exponentials: without them it takes no fewer cycles"
-        + (
-            " (in fact a few more, and we do not know why). "
-            if saved("finished") < -20
-            else ", to within a few percent. "
-        )
-        if hidden["finished"] > 97
-        else f"Without exponentials the finished kernel takes {saved('finished'):,.0f} thousand "
-        f"fewer cycles: {hidden['finished']:.0f} % of their time is hidden. "
-    )
+more_counts = lab.read(
+    f"The start also runs one program per SM, but its exponentials cost only "
+    f"{saved('start'):,.0f} of the {needs:.0f} thousand cycles that they need, so even the warps "
+    f"of one program are not strictly in step."
     + (
-        f"The second program hides them: with one program per SM, they cost {their_share:.0f} % of "
-        f"the cycles."
-        if hidden["finished"] > hidden["finished, one program"] + 10
-        else f"With one program per SM, they cost {their_share:.0f} % of the cycles."
-    )
-)
-
-# %%
-
-# Reading
-idle = 100 - at_work("finished")
-lab.read(
-    f"Still, the tensor cores are idle for "
-    f"{'a third' if abs(idle - 100 / 3) < 2 else f'{idle:.0f} %'} of the time. "
-    + (
-        "This matches the bound for warps in step only by coincidence, because in step, "
-        "exponentials would cost time. "
+        " The share of the finished kernel's cycles in which the tensor cores work matches the "
+        "bound for warps in step only by coincidence, because in step, exponentials would cost "
+        "time."
         if abs(at_work("finished") - bound_of_turns(128)) < 3
         and hidden["finished"] > 80
         else ""
     )
-    + "The idle time may come from late copies, moments in which both programs wait, or other "
-    "instructions"
     + (
-        "; rung 5 removed one of these and gained time."
-        if gain("scale folded", "full") > CHANCE
-        else "."
+        f" In time, the finished kernel is closer to cuBLAS than in cycles, at "
+        f"{of_matmul(last, 'full')} of its speed, because cuBLAS ran at a lower clock."
+        if slower_clock
+        else ""
     )
+)
+counting = lab.read(
+    "We count cycles because a GPU lowers its clock under load. "
+    "Each SM counts its cycles in the register `%clock64`, and `%smid` is the number of the SM. A "
+    "tiny kernel records them before and after each run. We take the median over all SMs, and "
+    "then over 40 runs. The difference includes a few microseconds in which the kernels start. "
+    "Matmuls need at least their number of operations divided by 4,096 "
+    "per SM and cycle, and exponentials their number divided by 16. **Tensor cores at work** is "
+    "the number of cycles that the matmuls need, divided by the number counted. Two functions do "
+    "the work:"
+)
+lab.together(
+    count_table,
+    more_counts,
+    counting,
+    lab.listing(
+        {
+            "The kernel that writes down the counters": _stamp_kernel,
+            "What deletes the exponentials from the intermediate code": no_exponentials,
+        }
+    ),
+    in_cycles,
 )
 
 # %%
@@ -2521,17 +2594,16 @@ def gaps(name):
 
 
 def told_of(names):
-    """Whether some libraries are ahead at most points, and by how much, in words."""
+    """At how many points some libraries are ahead, and by how much, in words."""
     ahead = {name: gaps(name) for name in names if name not in speed.skipped}
     keys = ("head_dim", "mask", "seqlen")
     said = []
     for name, found in ahead.items():
         if found:
-            share = len(found) / len(at_points)
-            many = "all" if share == 1 else "most" if share > 0.5 else "some"
             at = "at" if said else "is ahead at"
-            of = "" if said else " points of this figure and the fold below"
-            said.append(f"{name} {at} {many}{of}, by up to {max(found):.0f} %")
+            of = f" of the {len(at_points)} points in this figure and the fold below"
+            many = f"{len(found)}{'' if said else of}"
+            said.append(f"{name} {at} {many}, by up to {max(found):.0f} %")
     nowhere = [name for name, found in ahead.items() if not found]
     close = any(
         speed.ahead_of("Kernel Book", *nowhere, **{key: point[key] for key in keys})

@@ -162,7 +162,7 @@ lab.sketch(
 # - ``atomic_xchg`` *writes* the program's own counter. With ``"release"``, all earlier stores take
 #   effect before it.
 # - A single thread performs each atomic. At the first ``debug_barrier`` the other threads wait
-#   until it has read the counter; at the second it waits until they have stored.
+#   until this one has read the counter; at the second, it waits until they have stored.
 
 
 # Measuring
@@ -286,8 +286,8 @@ lab.together(
 #
 # The launch therefore ends. No manual promises the assumption: on a GPU that started programs in
 # another order, a launch could hang, but never give other bits, because no program adds before its
-# turn. The package relies on the assumption, and every launch counted below has ended. A program
-# that drew its id from an atomic counter would not need it; we have not timed what that costs.
+# turn. The package relies on the assumption, and every launch checked or timed below has ended.
+# Programs that drew their ids from an atomic counter would not need it; we have not timed them.
 #
 # **The direction matters.** If ids *descend* with the keys, and a head has more tiles than the GPU
 # has SMs, the running programs wait for one that cannot start. The simulation of the next section
@@ -1300,8 +1300,8 @@ def worst_of_each():
 # How the gradients were checked
 # ------------------------------
 #
-# We checked the package's version of this kernel, which on Hopper, in 16 bits, is the backward pass
-# of ``attention(q, k, v)`` for most shapes.
+# On Hopper, in 16 bits, this kernel is the backward pass of ``attention(q, k, v)`` for most shapes.
+# We checked the package's version of it.
 
 # Measuring
 dtype = torch.float16 if runtime.INTERPRETED else torch.bfloat16
@@ -1527,9 +1527,9 @@ lab.together(
 #
 # The *ladder* begins with “one sweep with roles”, in which the consumers themselves ask for the
 # additions, and each *rung* adds one change to the rung above. The top two kernels are for
-# comparison; :doc:`/chapters/attention_backward` explains them. All are credited with five matmuls,
-# even two sweeps, so a longer bar means a shorter time. Next to each bar is its gain over the rung
-# above; ±0 is less than 2 %.
+# comparison; :doc:`/chapters/attention_backward` explains them, and why one sweep loses there. All
+# are credited with five matmuls, even two sweeps, so a longer bar means a shorter time. Next to
+# each bar is its gain over the rung above; ±0 is less than 2 %.
 
 # Measuring
 SCATTER = 0.02  # of one kernel that the page times twice: the section on speed has it
@@ -2482,12 +2482,11 @@ lab.draw(
 
 # Reading
 lab.read(
-    "**Count shared memory as well as matmuls.** By count, it is busy "
-    f"{100 * (bound / ideal - 1):.0f} % longer per step than the matmul units; without the part of "
-    f"dQ, which takes {bound - without_sum:,.0f} cycles to write and read, it would be busy for "
-    "less time than they are. This may be why the matmuls take longer than counted: a kernel of "
-    "nothing but them and the stores agrees with the count of shared memory to within "
-    f"{100 * abs(needed / bound - 1):.0f} %."
+    "**Shared memory may be what slows the matmuls.** By count, a step keeps it busy "
+    f"{100 * (bound / ideal - 1):.0f} % longer than the matmul units, and a kernel of only these "
+    "matmuls and stores takes as long as this count predicts, to within "
+    f"{100 * abs(needed / bound - 1):.0f} %. Without the part of dQ, shared memory would be busy "
+    "for less time than the matmul units."
 )
 
 # %%
@@ -2520,7 +2519,6 @@ lab.together(
 # %%
 
 # Reading
-turn_taken, adding = (in_order[x] if in_order else nan for x in ("turn", "adds"))
 adders = rows_of(traced.rows, "adder")
 free = [  # whether the part of the step before is out of the buffer when both come to wait 7
     before["added"] <= min(one["matmuls"] for one in both)
@@ -2530,26 +2528,15 @@ late = [  # whether it was still there when the second of both came
     before["added"] > max(one["matmuls"] for one in both)
     for before, both in zip(adders, in_step(traced.rows)[1:], strict=False)
 ]
-
-
-def share_in_words(share):
-    """A share as quarters, where it is close to them."""
-    names = {1: "about a quarter", 2: "about half", 3: "about three quarters"}
-    quarters = round(4 * share) if share == share else 0
-    near = quarters in names and abs(4 * share - quarters) < 0.1
-    return names[quarters] if near else f"{100 * share:.0f} %"
-
-
 at = step_drawn(traced.rows) if traced.rows else 0
 on_time = bool(free) and free[at - 1]  # its list begins at the second step
 lab.read(
-    "**Would a step be shorter without the order?** The adder spends "
-    f"{share_in_words(adding / (turn_taken + adding))} of its step on adding, and the rest on "
-    "waiting for its turn. "
+    "**Would a step be shorter without the order?** "
     + (
-        "In the step drawn it is done before wait 7; when it is late, the consumers wait as well. "
+        "In the step drawn, the adder is done before the consumers reach wait 7; when it is late, "
+        "they wait as well. "
         if on_time
-        else "When it is late, the consumers wait as well (7). "
+        else "When the adder is late, the consumers wait as well (7). "
     )
     + "The last column is the rung “an adder”, which has no order:"
 )
@@ -2569,6 +2556,10 @@ n_steps_in_all = in_order["steps"] if in_order else 0
 
 def left_of(whole, at_ds, at_part):
     return whole - ideal - at_ds - at_part
+
+
+if in_order:  # two pauses, and matmuls that take longer than counted, as was said above
+    assert min(*BUDGET["a fixed order"][1:], left_of(*BUDGET["a fixed order"])) > 0
 
 
 def budget_rows():
@@ -2880,16 +2871,17 @@ by_mode = {
 }
 always_flash = set(fastest_is) <= {"FlashAttention", *by_mode}
 lab.read(
-    "Does one sweep replace a library? If speed alone counts, "
+    "Does one sweep replace a library? "
     + (
-        "it does not: **a library is faster at every point.** "
+        "Not if speed alone counts: **a library is faster at every point.** "
         if everywhere == "all"
-        else f"rarely: **a library is faster at {everywhere} {len(at_points)} points.** "
+        else "Rarely, if speed alone counts: "
+        f"**a library is faster at {everywhere} {len(at_points)} points.** "
     )
     + "The dashed line is the fastest library of each row"
     + (
         ", always FlashAttention 4 in one of its two modes. Only the deterministic mode keeps an "
-        "order. cuDNN, called through SDPA, is in the fold."
+        "order. cuDNN is in the fold."
         if always_flash
         else ". Of FlashAttention 4, only the deterministic mode keeps an order."
     )
@@ -2996,7 +2988,8 @@ best = max(row["in order"] / row["two sweeps"] for row in at_points)
 worst = min(row["in order"] / row["two sweeps"] for row in at_points)
 lab.read(
     "**Where does one sweep pay, compared with two?** It is faster at "
-    f"{verdicts[0]['faster']} of {len(at_points)} points, by up to {100 * (best - 1):.0f} %"
+    f"{verdicts[0]['faster']} of {len(at_points)} points, by up to {100 * (best - 1):.0f} % "
+    f"({100 * (over_two('full') - 1):.0f} % at the ladder's full shape, timed anew)"
     + (
         f", and {100 * (1 - worst):.0f} % slower at {at_one(verdicts[0]['slower'])}"
         + (f" ({named(slower)})" if named(slower) else "")
@@ -3023,11 +3016,13 @@ lab.read(
 # %%
 
 # Reading
+alike = verdicts[2]["no difference"]
 lab.read(
     "**So chosen, the package reaches "
     f"{shares_at(128, 64)} of the speed of the fastest library.** It is faster than "
-    f"FlashAttention's deterministic mode at {len(over_theirs)} points, and slower at "
-    f"{len(below_theirs)}."
+    f"FlashAttention's deterministic mode at {len(over_theirs)} points, slower at "
+    f"{len(below_theirs)}"
+    + (f", and within {100 * SCATTER:.0f} % at the other {alike}." if alike else ".")
     if speed.rows
     else f"{nan}"
 )
@@ -3125,8 +3120,7 @@ lab.together(
         f"at {points_of(over_theirs)}. **Why less than {100 * SCATTER:.0f} % is no difference.** "
         f"We time the default under two names, and at {close} of {len(twice)} points the two times "
         "agree more closely than that. The same kernel in two figures differs by up to "
-        f"{100 * abs(between):.0f} %, so we compare only within one figure: at the ladder's full "
-        f"shape, timed anew, one sweep is {over_two('full'):.2f} times as fast as two. "
+        f"{100 * abs(between):.0f} %, so we compare only within one figure. "
         + (f"Absent from this run: {', '.join(absent)}." if absent else "")
         if speed.rows
         else f"{nan}"

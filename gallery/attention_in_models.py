@@ -915,7 +915,7 @@ both = [left_over[left] + by_window[left]["masked scores"] for left in SHOWN]
 lab.read(
     f"**Together, masked scores and the rest take {min(both):.0f} to {max(both):.0f} µs**"
     + (
-        ", which weighs most in short windows. "
+        "; this weighs most in short windows. "
         if both == sorted(both, reverse=True)
         else ". "
     )

@@ -1025,12 +1025,8 @@ lab.together(
 # %%
 # How fast is it?
 # ~~~~~~~~~~~~~~~
-#
-# We time the GPU alone. 100 % is the speed of a copy of half of ``x``, which moves as many bytes as
-# reading all of it; a kernel that mostly reads can exceed it. Before every run, the benchmark
-# writes other numbers so that L2 does not hold ``x``. The *first kernel* is
-# ``rows_kernel`` with one row per program, and *the operator* is ``kernelbook.weighted_sum``. Bands
-# show the scatter of the runs (:doc:`/reading-figures`).
+
+# %%
 
 
 def providers(rows, columns, dtype):
@@ -1061,21 +1057,34 @@ forward = lab.bench(
     limit="copy",
     work="rows * columns * itemsize",
 )
+
+# %%
+
+# Reading
+slowly, first_takes, copied = (
+    forward.milliseconds_at(name, rows=2**16)
+    for name in ("PyTorch", "one row a program", "copy")
+)
+lab.read(
+    "Every kernel has to read `x`. How much time does yours add? "
+    + ("**Hardly any: with" if first_takes < 1.03 * copied else "**With")
+    + f" 65,536 rows of 4,096, it takes {1e3 * first_takes:,.0f} µs, and a copy that moves as many "
+    f"bytes takes {1e3 * copied:,.0f}.** PyTorch's two operations take {1e3 * slowly:,.0f} µs."
+)
+
+# %%
+# In the figure, 100 % is that copy, of half of ``x``, and all times are of the GPU alone. The
+# *first kernel* is ``rows_kernel`` with one row per program. Bands show the scatter of the runs
+# (:doc:`/reading-figures`).
+
 lab.plot(
     forward,
     "Forward, rows of 4,096 in bfloat16",
     share=True,
     where={
-        "provider": (
-            "copy",
-            "PyTorch",
-            "x @ w",
-            "torch.compile",
-            "one row a program",
-            "Kernel Book",
-        )
+        "provider": ("copy", "PyTorch", "x @ w", "torch.compile", "one row a program")
     },
-    names={"one row a program": "first kernel", "Kernel Book": "the operator"},
+    names={"one row a program": "first kernel"},
 )
 
 # %%
@@ -1182,7 +1191,12 @@ of_first, of_pairs, of_two, of_matmul = (
 )
 compared = "torch.compile", "one row a program"
 sooner, later = beyond_scatter(forward, *compared)
-apart_in_size = sooner and later and max(sooner) < min(later)
+apart_in_size = (
+    sooner
+    and later
+    and sooner == MARKS[: len(sooner)]
+    and later == MARKS[-len(later) :]
+)
 found = []
 if sooner:
     less = max(
@@ -1193,17 +1207,16 @@ if sooner:
     )
     found.append(
         f"takes {'up to ' if len(sooner) > 1 else ''}{100 * less:.0f} % less time than the first "
-        f"kernel with {'few' if apart_in_size else listed(sooner)} rows"
+        f"kernel with {f'up to {sooner[-1]:,}' if apart_in_size else listed(sooner)} rows"
     )
 if later:
     slower_by = gap(forward, later, *compared)
     than = "" if sooner else " time than the first kernel"
     takes = "" if sooner else "takes "
-    many = "many" if apart_in_size else f"{listed(later)} rows"
-    found.append(f"{takes}{slower_by} more{than} with {many}")
-slowly, copied = (
-    forward.milliseconds_at(name, rows=2**16) for name in ("PyTorch", "copy")
-)
+    many = (
+        f"from {later[0]:,} rows on" if apart_in_size else f"with {listed(later)} rows"
+    )
+    found.append(f"{takes}{slower_by} more{than} {many}")
 of_product, *_ = [
     row["µs"] / row["a copy of as many bytes (µs)"] for row in apart.rows
 ] or [nan]
@@ -1212,26 +1225,30 @@ between = all(
     for two, one, first in zip(of_two, of_matmul, of_first, strict=True)
 )
 lab.read(
-    f"**At every size, the first kernel reaches at least {100 * min(of_first):.0f} % of the speed "
-    "of a copy, and PyTorch's two operations "
+    f"**At every size, this simple kernel reaches at least {100 * min(of_first):.0f} % of the "
+    "speed of a copy.** PyTorch's two operations reach "
     + (
-        "less than half.** "
+        "less than half. "
         if max(of_two) < 0.5
-        else f"at most {100 * max(of_two):.0f} %.** "
+        else f"at most {100 * max(of_two):.0f} %. "
     )
     + (
         "`x @ w`, a single operation, lies in between. "
         if between
         else f"`x @ w` reaches {100 * min(of_matmul):.0f} to {100 * max(of_matmul):.0f} %. "
     )
-    + "`torch.compile` "
+    + "`torch.compile`, which spares you writing a kernel, "
     + (f"{', but '.join(found)}." if found else "is as fast as the first kernel.")
 )
 
 # %%
 
-# Folded: The numbers of this figure, two rows per program, and PyTorch's two operations one by one
+# Folded: How this was timed, the numbers, the operator's too, and PyTorch's two operations
 lab.together(
+    lab.read(
+        "Before every run, the benchmark writes other numbers so that L2 does not hold `x`. A "
+        "kernel that mostly reads can exceed the speed of a copy."
+    ),
     lab.table(
         in_percent(forward, forward.providers),
         "The forward pass, in % of the speed of a copy, and that speed",
@@ -1257,8 +1274,9 @@ lab.together(
 # What a finished operator adds
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# The operator accepts any shape and strides, and ``torch.compile`` can compile a model around it.
-# Four changes keep it fast where your kernels are slow or Triton refuses them.
+# The operator, ``kernelbook.weighted_sum``, accepts any shape and strides, and ``torch.compile``
+# can compile a model around it. Four changes keep it fast where your kernels are slow or Triton
+# refuses them.
 
 # %%
 
@@ -2080,7 +2098,7 @@ evicted = lab.measure("What L2 holds, and 16,384 rows", evictions)
 saved, saved_clean = 100 * (1 - dirty_first / dirty), 100 * (1 - clean_first / clean)
 lab.read(
     f"**With 16,384 rows, the hint saves {saved:.0f} % of the time after a kernel that wrote, as "
-    "our benchmark does, "
+    "our benchmark does before every run, "
     + (
         "but nothing"
         if abs(saved_clean) < 2
@@ -2120,9 +2138,11 @@ lab.together(
 # 4. A loop over the rows
 # ^^^^^^^^^^^^^^^^^^^^^^^
 #
-# For every two bfloat16 rows of ``x``, ``rows_backward`` leaves a row of float32 sums. Written and
-# then read again, these sums move as many bytes as ``x`` and ``dx`` together, enough to halve the
-# speed. We therefore start only four programs per SM, and each adds up further rows, ``step``
+# What slows your backward pass? For 65,536 rows of ``x``, it leaves 32,768 rows of sums, which in
+# float32 are as large as ``x``. Writing and reading them moves as many bytes as reading ``x`` and
+# writing ``dx``.
+#
+# To leave fewer, we start at most four programs per SM, and each adds up further rows, ``step``
 # apart, before it stores its sums:
 #
 # .. literalinclude:: first_kernel.py
@@ -2186,10 +2206,9 @@ for ours, before in zip(loop_backward(dy, x, w), rows_backward(dy, x, w), strict
     assert torch.allclose(ours, before, atol=1e-5)
 
 # %%
-# Since ``dx`` is also written, 100 % is now a copy of all of ``x``. The *first backward* is
-# ``rows_backward``:
 
 
+# Measuring
 class LoopedWeightedSum(WeightedSum):
     @staticmethod
     def backward(ctx, dy):
@@ -2233,14 +2252,6 @@ backward = lab.bench(
     limit="copy",
     work="2 * rows * columns * itemsize",
 )
-lab.plot(
-    backward,
-    "Backward, rows of 4,096 in bfloat16",
-    share=True,
-    names={"Kernel Book": "the operator", "rows_backward": "first backward"},
-)
-
-# %%
 
 
 # Measuring
@@ -2302,7 +2313,7 @@ adjacent = lab.measure(
 # Reading
 of_backward = {
     name: 100 * backward.share(name, rows=2**16)
-    for name in ("PyTorch", "rows_backward", "loop", "Kernel Book")
+    for name in ("PyTorch", "rows_backward")
 }
 ours_at = {rows: 100 * backward.share("Kernel Book", rows=rows) for rows in MARKS}
 slowest = min(MARKS, key=ours_at.get)
@@ -2325,73 +2336,85 @@ as_slow = abs(of_backward["rows_backward"] - of_backward["PyTorch"]) < 1
 parts_mib, fewer_mib = [
     row["rows of sums"] * 4096 * 4 / 2**20 for row in launched.rows
 ] or [nan] * 2
-of_second = second_one / (first_one + second_one)
 side_by_side = adjacent.rows[0]["µs"] if adjacent.rows else nan
+first_time, loop_time, their_time = (
+    1e3 * backward.milliseconds_at(name, rows=2**16)
+    for name in ("rows_backward", "loop", "PyTorch")
+)
+[sums_before, sums_after] = [row["rows of sums"] for row in launched.rows] or [nan] * 2
 lab.read(
-    "**With 65,536 rows, the first backward "
+    f"**With 65,536 rows, {sums_after:,} rows of sums are left, and the backward pass takes "
+    f"{loop_time:,.0f} µs instead of {first_time:,.0f}.** "
     + (
-        "is only as fast as PyTorch; the loop is "
-        f"{of_backward['loop'] / of_backward['rows_backward']:.2g} times as fast"
+        "Without the loop, it is only as fast as PyTorch."
         if as_slow
-        else f"reaches {of_backward['rows_backward']:.0f} % of the speed of a copy; the loop "
-        f"reaches {of_backward['loop']:.0f} %"
+        else f"PyTorch takes {their_time:,.0f} µs."
     )
-    + f", and the operator reaches {of_backward['Kernel Book']:.0f} % of a copy.** "
-    + (
-        "More than two thirds"
-        if of_second > 2 / 3
-        else "More than half"
-        if of_second > 1 / 2
-        else f"About {100 * of_second:.0f} %"
-    )
-    + " of the first backward's time goes to the second launch. Its reads cannot coalesce, "
-    "because neighbours in a row of `parts.t()` lie 4,096 numbers apart; "
-    + (
-        "we did not measure what that costs."
-        if not adjacent.rows
-        else "with neighbours side by side, this launch takes "
-        + (
-            "less than a third"
-            if side_by_side < second_one / 3
-            else f"{side_by_side / second_one:.0%}"
-        )
-        + " of the time."
-    )
+)
+
+# %%
+# In the figure, 100 % is a copy of all of ``x``, since ``dx`` is also written. The *first backward*
+# is ``rows_backward``:
+
+lab.plot(
+    backward,
+    "Backward, rows of 4,096 in bfloat16",
+    share=True,
+    names={"Kernel Book": "the operator", "rows_backward": "first backward"},
 )
 
 # %%
 
 # Reading
+second_after = launched.rows[1]["second launch (µs)"] if launched.rows else nan
+lab.read(
+    (
+        "Twice the bytes would only halve the speed. "
+        if first_time > 2.5 * loop_time
+        else ""
+    )
+    + f"**The second launch of the first backward takes {second_one:,.0f} µs.** Its reads cannot "
+    "coalesce, because neighbours in a row of `parts.t()` lie 4,096 numbers apart. "
+    + (
+        f"With neighbours side by side, it takes {side_by_side:,.0f} µs"
+        if adjacent.rows
+        else "We did not measure what that costs"
+    )
+    + f"; after the loop, with few sums left, {second_after:,.0f}."
+)
+
+# %%
+
+# Reading
+leads_both = all(
+    beyond_scatter(backward, name)[1] == MARKS for name in ("torch.compile", "loop")
+)
 lab.read(
     f"**Up to {MARKS[2]:,} rows, the loop gains nothing,** since each program has at most one "
     "block. "
     + (
+        (
+            f"Up to {past_loop[-1]:,}"
+            if past_loop == MARKS[: len(past_loop)]
+            else f"With {listed(past_loop)} rows"
+        )
+        + ", it takes "
+        f"{gap(backward, past_loop, 'loop', 'torch.compile')} more time than `torch.compile`. "
+        if past_loop
+        else ""
+    )
+    + (
         f"`torch.compile` is faster than the operator with {listed(ahead)} rows."
         if ahead
         else "The operator is "
-        + (
-            "about twice"
-            if min(lead) > 1.8 and max(lead) < 2.2
-            else f"{min(lead):.1f} to {max(lead):.1f} times"
-        )
-        + " as fast as the loop there; we did not measure why."
-    )
-    + (
-        (
-            f" Up to {past_loop[-1]:,}"
-            if past_loop == MARKS[: len(past_loop)]
-            else f" With {listed(past_loop)} rows"
-        )
-        + ", `torch.compile` is ahead of the loop, which takes "
-        f"{gap(backward, past_loop, 'loop', 'torch.compile')} more time."
-        if past_loop
-        else ""
+        + ("ahead of both" if leads_both else "never behind `torch.compile`")
+        + f" and reaches up to {max(ours_at.values()):.0f} % of a copy."
     )
 )
 
 # %%
 
-# Folded: The numbers of this figure, and the two launches timed alone
+# Folded: The numbers of this figure, the two launches timed alone, and what the operator adds
 lab.together(
     lab.table(
         in_percent(backward, backward.providers, passes=2),
@@ -2422,9 +2445,15 @@ lab.together(
         "two of `dx` 4 more; one float32 sum takes 4, written and then read again."
     ),
     lab.read(
-        "Besides the loop, the operator divides the columns among programs, adds up the partial "
-        "sums with a dedicated kernel, and launches that kernel early (`EARLY`, above). We did not "
-        "measure what each of these steps gains with few rows."
+        "Up to 1,024 rows, the operator is "
+        + (
+            "about twice"
+            if min(lead) > 1.8 and max(lead) < 2.2
+            else f"{min(lead):.1f} to {max(lead):.1f} times"
+        )
+        + " as fast as the loop. Besides the loop, it divides the columns among programs, adds up "
+        "the partial sums with a dedicated kernel, and launches that one early (`EARLY`, above). "
+        "We did not measure what each of these steps gains with few rows."
     ),
 )
 
@@ -2589,36 +2618,15 @@ apart_at = {
 little = MARKS[: next((n for n, rows in enumerate(MARKS) if rows in apart_at), 6)]
 ahead, _ = beyond_scatter(forward, "torch.compile")
 _, leads = beyond_scatter(forward, "one row a program")
-shortfall = min(LENGTHS, key=lambda columns: of_shape("Kernel Book", columns))
-lab.read(
+most_saved = max(
     (
-        f"**Forward, the operator gains nothing on the GPU up to {little[-1]:,} rows of 4,096:** "
-        "its times overlap with those of the first kernel and of `torch.compile`. "
-        if little
-        else ""
-    )
-    + (
-        f"With {listed(ahead)} rows, `torch.compile` is faster forward by more than the scatter. "
-        if ahead
-        else ""
-    )
-    + (
-        "Nowhere is the operator faster than the first kernel by more than the scatter. "
-        if not leads
-        else ""
-    )
-    + f"At worst, the operator reaches {ours_at[slowest]:.0f} % of a copy backward, with "
-    f"{slowest:,} rows, and {of_shape('Kernel Book', shortfall):.0f} % forward, with rows of "
-    + (
-        "two, where it also writes half as much as it reads."
-        if shortfall == 2
-        else f"{shortfall:,}."
-    )
+        1
+        - forward.milliseconds_at("Kernel Book", rows=rows)
+        / forward.milliseconds_at("one row a program", rows=rows)
+        for rows in leads
+    ),
+    default=nan,
 )
-
-# %%
-
-# Folded: Our aims, and where they are missed
 AIM = 0.95
 BACKWARD_AIM = 85  # % of the speed of a copy, from 2²⁴ numbers on
 missed = [
@@ -2647,7 +2655,65 @@ met = sorted(
     ]
 )
 too_slow = sorted({*LENGTHS, 4096} - {*met})
+missing = [
+    *(["with 4,096 rows of 4,096"] if below else []),
+    *(
+        [
+            f"at {len(too_slow)} of {len(met) + len(too_slow)} row lengths with 2²⁶ numbers"
+        ]
+        if too_slow
+        else []
+    ),
+]
+shortfall = min(LENGTHS, key=lambda columns: of_shape("Kernel Book", columns))
+lab.read(
+    (
+        f"**Forward, the operator gains nothing on the GPU up to {little[-1]:,} rows of 4,096"
+        + (
+            f",** and with more, it saves at most {100 * most_saved:.0f} % of the first kernel's "
+            "time. "
+            if leads
+            else ".** "
+        )
+        if little
+        else ""
+    )
+    + (
+        f"With {listed(ahead)} rows, `torch.compile` is faster forward by more than the scatter. "
+        if ahead
+        else ""
+    )
+    + (
+        "Nowhere is the operator faster than the first kernel by more than the scatter. "
+        if not leads
+        else ""
+    )
+    + f"At worst, the operator reaches {ours_at[slowest]:.0f} % of a copy backward, with "
+    f"{slowest:,} rows, and {of_shape('Kernel Book', shortfall):.0f} % forward, with rows of "
+    + (
+        "two, where it also writes half as much as it reads."
+        if shortfall == 2
+        else f"{shortfall:,}."
+    )
+    + (
+        f" It misses our forward aim, {100 * AIM:.0f} % of a copy from 2²⁴ numbers on, "
+        f"{' and '.join(missing)}."
+        if missing
+        else ""
+    )
+)
+
+# %%
+
+# Folded: Our aims, and where they are missed
 lab.together(
+    lab.read(
+        f"Forward, up to {little[-1]:,} rows, the times of the operator overlap with those of the "
+        "first kernel and of `torch.compile`."
+        if little
+        else "Forward, the first kernel or `torch.compile` differs from the operator by more than "
+        "the scatter at every size."
+    ),
     lab.read(
         f"Forward, we aimed at {100 * AIM:.0f} % of the speed of a copy from 2²⁴ numbers on. With "
         f"4,096 rows of 4,096, the operator {'misses' if below else 'meets'} this aim, reaching "

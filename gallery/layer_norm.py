@@ -196,9 +196,9 @@ def three_reads_kernel(x_ptr, w_ptr, b_ptr, y_ptr, n_cols, eps, BLOCK: tl.conste
 
 # %%
 # The last block may extend past the end of the row. Its load fills this *padding* with zeros
-# (``other=0.0``), which leave the sum unchanged. They do deviate from the mean, however, by minus
-# the mean, so ``tl.where`` sets their deviations to zero. ``m2`` is the sum of squared deviations,
-# :math:`N` times the variance.
+# (``other=0.0``), which leave the sum unchanged. Their deviations, however, would be minus the
+# mean, so ``tl.where`` sets them to zero. ``m2`` is the sum of squared deviations, :math:`N` times
+# the variance.
 #
 # We launch one program per row and give the rows a mean of 3, because a mean of 0 would hide a
 # missing ``tl.where``. The output agrees with PyTorch's:
@@ -429,7 +429,7 @@ lab.read(
     + f"The loop is {tenfold:.0f} times as fast as the seven operations. "
     + (
         "If its three reads and its write all went to main memory, it could reach only half the "
-        "speed of a copy, so the caches must still hold part of the row. "
+        "speed of a copy. It reaches more, so the caches must still hold part of the row. "
         if share["loop", 4096] > 60
         else "If its three reads and its write all go to main memory, it can reach half the speed "
         "of a copy. "
@@ -453,16 +453,20 @@ by_four = sum(
 )
 copies = sum(in_copies.values()) or nan
 keeps_up = all(share["loop", n] > 0.97 * share["PyTorch", n] for n in (4096, 32768))
+beats = share["loop", 4096] > 1.03 * share["PyTorch", 4096]
 lab.read(
     "PyTorch's own `layer_norm` is a single kernel that reads each row twice, which without "
     "caches allows two thirds of the speed of a copy, "
     + (
-        "yet the loop keeps up with it. "
+        "yet the loop beats it at 4,096 columns and keeps up at 32,768. "
+        if keeps_up and beats
+        else "yet the loop keeps up with it. "
         if keeps_up
         else f"and reaches {share['PyTorch', 4096]:.0f} and {share['PyTorch', 32768]:.0f} %. "
     )
-    + f"At 32,768 columns, even reading once reaches only {share['one program', 32768]:.0f} %, so "
-    "long rows need two more ideas. First, though, the digits: rounding spoils some rows."
+    + f"Even reading once reaches only {share['one program', 32768]:.0f} % "
+    + ("there" if keeps_up and beats else "at 32,768 columns")
+    + ", so long rows need two more ideas. First, though, the digits: rounding spoils some rows."
 )
 
 # %%
@@ -511,7 +515,7 @@ with localcontext(prec=3):
     off = [number - rough_mean for number in fives]
     rough_m2 = sum(one * one for one in off)
     missing = sum(off) / 5
-    rough_r = 1 / (rough_m2 / 5 + Decimal("1e-5")).sqrt()
+    rough_r = (rough_m2 / 5 + Decimal("1e-5")) ** Decimal("-0.5")  # rounded once
     rough_y = rough_r * off[0]
     assert rough_mean + missing == fives[0]
     assert rough_m2 - 5 * missing * missing == 0
@@ -711,8 +715,8 @@ lab.table(
             ),
         )
     ],
-    "The largest error in rows of 1,000 float32 numbers "
-    + "(in random rows, as a share of the largest output), " * bool(gained.rows)
+    "Largest error in rows of 1,000 float32 numbers, "
+    + "for random rows as a share of the largest output, " * bool(gained.rows)
     + (f"on {gpu}" if equal.rows else "in Triton's interpreter"),
 )
 
@@ -763,7 +767,7 @@ if costs:
 lab.read(said) if said else None
 
 # %%
-# The operator corrects the mean too, unless equal numbers of 16 bits add up exactly anyway (next
+# The operator corrects the mean too, except where equal 16-bit numbers add up exactly (next
 # section), and guards every step against overflow.
 
 # Folded: What the correction cannot repair: the mean is still rounded to float32
@@ -889,79 +893,8 @@ lab.together(
 # Longer rows: packed
 # -------------------
 #
-# Widened to float32, a whole row of 32,768 columns takes half of the 65,536 registers of an
-# :term:`SM`. Addresses and results need registers too, which leaves no room for a second program to
-# load its row while the first computes. The remedy is the one from :doc:`softmax
-# </chapters/softmax>`:
-#
-# .. admonition:: Key idea
-#    :class: kb-key
-#
-#    Two 16-bit numbers fit in one 32-bit register. We keep a long row packed in pairs, in four
-#    pieces, and widen only the piece at hand.
-#
-# .. image:: /figures/layer-norm-packed.svg
-#    :alt: Widened, x0 and x1 take a register of 32 bits each. Packed, both share one register, with
-#          16 bits each. A row stays packed in four pieces, and one piece at a time is widened.
-#
-# We need the pieces because widening the whole row at once would, for that step, take back the
-# registers that packing saved. ``widen`` turns the halves of each pair into float32 numbers:
-
-lab.source(widen)
-
-# %%
-# Without its guards, the kernel begins as follows. ``x_ptrs`` points to the row as pairs, ``PAIRS``
-# of them in each piece:
-#
-# .. code-block:: python
-#
-#    x = ()
-#    for piece in tl.static_range(4):  # the only read: PAIRS integers of 32 bits
-#        pairs = piece * PAIRS + tl.arange(0, PAIRS)
-#        x = x + (tl.load(x_ptrs + pairs, mask=pairs < n_cols // 2, other=0),)
-#
-#    total = tl.zeros((2 * PAIRS,), tl.float32)
-#    for piece in tl.static_range(4):  # each is widened for this step alone
-#        total += widen(x[piece], tl.bfloat16)
-#    mean = tl.sum(total, axis=0) / n_cols
-#
-#    x = afresh(x, zero)
-#    m2 = tl.zeros((2 * PAIRS,), tl.float32)
-#    for piece in tl.static_range(4):  # each is widened anew
-#        cols = piece * 2 * PAIRS + tl.arange(0, 2 * PAIRS)
-#        deviation = tl.where(cols < n_cols, widen(x[piece], tl.bfloat16) - mean, 0.0)
-#        m2 += deviation * deviation
-#    m2 = tl.sum(m2, axis=0)
-#
-# The compiler may widen the pieces once for both loops and keep the results in registers.
-# ``afresh``, also called before the output, prevents this: it adds an argument, ``zero``, to each
-# piece, and the compiler cannot know that this is always 0.
-#
-# This kernel need not correct the mean, because a bfloat16 uses only 8 of the 24 significant bits
-# of float32, and the other 16 keep the sum of up to 65,536 equal numbers exact.
-
-# Folded: The packed kernel whole, and how it keeps digits and registers
-lab.together(
-    lab.read(
-        "The sum of 65,536 bfloat16 numbers is exact if all lie between two neighbouring powers of "
-        "two, as equal numbers do. In other rows the sum may be rounded, but their deviations are "
-        "about as large as the numbers, and the error is small compared with them. A float16 has "
-        "11 significant bits, so `mean_of_pairs` sums the leading bits and the others separately. "
-        "`SMALL`, 2 to the power of −16, keeps the sum from overflowing."
-    ),
-    lab.read(
-        "`where_piece` says which columns of a piece are inside the row: all of them, if `FULL` "
-        "says that the pieces fit it exactly. Weight and bias together would take twice as many "
-        "registers as the packed row, so the last step proceeds piece by piece. A barrier, a point "
-        "that no thread passes before all have reached it, keeps the compiler from loading all "
-        "pieces first. `load_parameter` loads the same piece of the weight or bias, and `narrow` "
-        "turns float32 back into pairs."
-    ),
-    lab.source(packed_row_fwd_kernel),
-    lab.source(afresh),
-)
-
-# %%
+# A program that computes is not loading, so it can help if two programs share an :term:`SM`: one
+# loads its row while the other computes. Does an SM have room for two rows of 32,768 columns?
 
 
 # Measuring
@@ -1027,6 +960,99 @@ def line_of(kernel, programs=None):
 # %%
 
 # Reading
+found = {
+    (row["kernel, columns"], row["programs"]): row
+    | {"of a program": 32 * row["warps"] * row["registers per thread"]}
+    for row in lines.rows or []
+}
+alone = found.get(("one read, 32,768", 1), {})
+threads = 32 * alone.get("warps", nan)
+fills = alone.get("of a program", nan) > 65536 / 2
+lab.read(
+    ("**Not if their numbers are widened to float32.** " if fills else "")
+    + f"Each of a program's {threads:.0f} threads then holds {32768 / threads:.0f} numbers, one "
+    "per register. With addresses and results it needs "
+    f"{alone.get('registers per thread', nan)} registers, and the whole program "
+    f"{alone.get('of a program', nan):,}"
+    + (
+        ", which is all that the SM has."
+        if alone.get("of a program") == 65536
+        else " of the SM's 65,536."
+    )
+)
+
+# %%
+# The remedy is the one from :doc:`softmax </chapters/softmax>`:
+#
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    Two 16-bit numbers fit in one 32-bit register. We keep a long row packed in pairs, in four
+#    pieces, and widen only the piece at hand.
+#
+# .. image:: /figures/layer-norm-packed.svg
+#    :alt: Widened, x0 and x1 take a register of 32 bits each. Packed, both share one register, with
+#          16 bits each. A row stays packed in four pieces, and one piece at a time is widened.
+#
+# We need the pieces because widening the whole row at once would, for that step, take back the
+# registers that packing saved. ``widen`` turns the halves of each pair into float32 numbers:
+
+lab.source(widen)
+
+# %%
+# Without its guards, the kernel begins as follows. ``x_ptrs`` points to the row as pairs, ``PAIRS``
+# of them in each piece:
+#
+# .. code-block:: python
+#
+#    x = ()
+#    for piece in tl.static_range(4):  # the only read: PAIRS integers of 32 bits
+#        pairs = piece * PAIRS + tl.arange(0, PAIRS)
+#        x = x + (tl.load(x_ptrs + pairs, mask=pairs < n_cols // 2, other=0),)
+#
+#    total = tl.zeros((2 * PAIRS,), tl.float32)
+#    for piece in tl.static_range(4):  # each is widened for this step alone
+#        total += widen(x[piece], tl.bfloat16)
+#    mean = tl.sum(total, axis=0) / n_cols
+#
+#    x = afresh(x, zero)
+#    m2 = tl.zeros((2 * PAIRS,), tl.float32)
+#    for piece in tl.static_range(4):  # each is widened anew
+#        cols = piece * 2 * PAIRS + tl.arange(0, 2 * PAIRS)
+#        deviation = tl.where(cols < n_cols, widen(x[piece], tl.bfloat16) - mean, 0.0)
+#        m2 += deviation * deviation
+#    m2 = tl.sum(m2, axis=0)
+#
+# The compiler could keep the widened numbers of one loop for the next. ``afresh``, also called
+# before the output, prevents this: it adds ``zero`` to each piece, an argument that is always 0,
+# which the compiler cannot know. The mean needs no correction here, because up to 65,536 equal
+# bfloat16 numbers add up exactly in float32.
+
+# Folded: The packed kernel whole, and how it keeps digits and registers
+lab.together(
+    lab.read(
+        "A bfloat16 uses only 8 of the 24 significant bits of float32, so the sum of 65,536 of "
+        "them is exact if all lie between two neighbouring powers of two, as equal numbers do. In "
+        "other rows the sum may be rounded, but their deviations are "
+        "about as large as the numbers, and the error is small compared with them. A float16 has "
+        "11 significant bits, so `mean_of_pairs` sums the leading bits and the others separately. "
+        "`SMALL`, 2 to the power of −16, keeps the sum from overflowing."
+    ),
+    lab.read(
+        "`where_piece` says which columns of a piece are inside the row: all of them, if `FULL` "
+        "says that the pieces fit it exactly. Weight and bias together would take twice as many "
+        "registers as the packed row, so the last step proceeds piece by piece. A barrier, a point "
+        "that no thread passes before all have reached it, keeps the compiler from loading all "
+        "pieces first. `load_parameter` loads the same piece of the weight or bias, and `narrow` "
+        "turns float32 back into pairs."
+    ),
+    lab.source(packed_row_fwd_kernel),
+    lab.source(afresh),
+)
+
+# %%
+
+# Reading
 two, lone, long, held = (
     line_of("packed, 32,768", 2),
     line_of("packed, 32,768", 1),
@@ -1037,19 +1063,19 @@ packed_gain = two[0] - held[0]
 two_matter = lone[0] < two[0] - 5
 lab.read(
     (
-        f"**At 32,768 columns packing raises the speed from {held[0]:.0f} to {two[0]:.0f} % of a "
-        "copy**" + ", because it makes room for a second program on the SM" * two_matter
+        f"**Packing raises the speed from {held[0]:.0f} to {two[0]:.0f} % of a copy**"
+        + ", because a second program fits" * two_matter
         if packed_gain > 0
         else "At 32,768 columns packing does not help"
     )
-    + ". The third line of the table isolates this: the same kernel, if its threads may use more "
-    "registers, fits on the SM only once and "
+    + ". To test this, we let the compiler use a few more registers, so that the same kernel fits "
+    "only once: "
     + (
-        f"reaches {lone[0]:.0f} %: the second program makes no difference."
+        f"it reaches {lone[0]:.0f} %, so the second program makes no difference."
         if not two_matter
-        else "is slower than the whole row."
+        else "it falls below the whole row."
         if lone[0] < held[0] - 2
-        else f"falls to {lone[0]:.0f} %."
+        else f"it falls to {lone[0]:.0f} %."
     )
 )
 
@@ -1059,37 +1085,32 @@ lab.read(
 lab.table(
     [
         {
-            "kernel": row["kernel, columns"]
-            .split(", ")[0]
-            .replace("one read", "whole"),
-            "columns": row["kernel, columns"].split(", ")[1],
-            "threads": f"{32 * row['warps']:,}",
+            "kernel": what,
             "registers per thread": row["registers per thread"],
-            "programs": row["programs"],
+            f"of {threads} threads": f"{row['of a program']:,}",
+            "programs per SM": row["programs"],
             "% of a copy": row["% of a copy"],
-            "% without w, b": row["without w, b"],
         }
-        for row in lines.rows
+        for what, row in (
+            ("whole", alone),
+            ("packed", found["packed, 32,768", 2]),
+            ("packed, more registers", found["packed, 32,768", 1]),
+        )
     ],
-    f"Programs per SM and the speed, bfloat16, on {gpu}",
-) if lines.rows else lines
+    f"Registers and speed at 32,768 columns, bfloat16, on {gpu}",
+) if {("packed, 32,768", 1), ("packed, 32,768", 2)} <= found.keys() else lines
 
 # %%
 
 # Reading
 lab.read(
-    "Even packed, a row of 65,536 columns needs an SM to itself, and the kernel reaches "
-    f"{long[0]:.0f} % of a copy. "
-    + (
-        "Weight and bias, loaded again for every row, account for much of the gap."
-        if long[1] - long[0] >= 0.4 * (100 - long[0])
-        else "Without weight and bias, which are loaded again for every row, the same kernel "
-        f"reaches {long[1]:.0f} %."
-    )
+    "In your own kernel, multiply the registers per thread by the threads: two programs fit if the "
+    "product is at most half of 65,536. A packed row of 65,536 columns needs more, and the kernel "
+    f"reaches only {long[0]:.0f} % of a copy."
     + "".join(
         f" On {other.provenance['gpu']} packing gains nothing at 32,768 columns: the whole row "
         f"already reaches {there:.0f} %"
-        + ", with an older kernel" * bool(other.mark)
+        + ", measured with an older kernel" * bool(other.mark)
         + "."
         for other in ladder.elsewhere
         if not other.at(provider="one program", columns=32768).empty
@@ -1099,13 +1120,31 @@ lab.read(
 )
 
 # %%
+
+# Folded: How much speed weight and bias cost, at 32,768 and at 65,536 columns
+lab.together(
+    lab.read(
+        "A packed row of 65,536 columns needs an SM to itself. "
+        + (
+            "Loading weight and bias again for every row accounts for much of the gap to a copy: "
+            if long[1] - long[0] >= 0.4 * (100 - long[0])
+            else "Weight and bias are loaded again for every row: "
+        )
+        + f"without them the kernel reaches {long[1]:.0f} % instead of {long[0]:.0f}."
+    ),
+    lines,
+)
+
+# %%
 # Longest rows: split
 # -------------------
 #
-# A row that no SM can hold is shared by several programs, as is a long row in float32, whose
-# numbers cannot be packed in pairs. Each program computes the *moments* of its own part, the mean
-# :math:`m` and the sum of squared deviations :math:`M` (``m2`` in the code), and then merges the
-# moments of all parts. Here, four programs share the row of eight:
+# How can a row be read once if no SM can hold it, such as one of 262,144 columns? Several programs
+# share it, each of which keeps a part. All that they need from each other is the *moments* of the
+# parts: the mean :math:`m` and the sum of squared deviations :math:`M` (``m2`` in the code).
+# They :term:`exchange` them through slots, as in :doc:`softmax </chapters/softmax>`. Long rows in
+# float32, whose numbers cannot be packed, are split too. Here, four programs share the row of
+# eight:
 #
 # .. image:: /figures/layer-norm-parts.svg
 #    :alt: A row of eight numbers in four parts: 1 and 3, 2 and 6, 5 and 5, 0 and 2. Each of four
@@ -1115,33 +1154,49 @@ lab.read(
 # Reading
 eight = row_of_eight.reshape(4, 2)
 of_parts = eight.mean(1, keepdim=True)
-within = (eight - of_parts).square().sum()
-in_all = (eight - eight.mean()).square().sum()
+squares = (eight - of_parts).square().sum(1)
+around = (eight - eight.mean()).square().sum(1)
+distance = (of_parts[0] - eight.mean()).abs().item()
+within, in_all = squares.sum(), around.sum()
 between = 2 * (of_parts - eight.mean()).square().sum()
 assert within + between == in_all
+assert squares[0] + 2 * distance**2 == around[0]
 lab.read(
-    f"The four values of M add up to {within:.0f}, but the row's M is {in_all:.0f}, because each "
-    "part also deviates as a whole: the means of the parts lie 1, 1, 2 and 2 away from the row's "
-    "mean. The squares of these distances, each counted twice because a part has two numbers, "
-    f"supply the missing {between:.0f}."
+    f"Why do the four values of M add up to {within:.0f}, when the row's M is {in_all:.0f}? "
+    "**Each part measures its deviations from its own mean, not from the row's.** The first part, "
+    f"1 and 3, has an M of {squares[0]:.0f} around its mean, {of_parts[0].item():.0f}. Around the "
+    f"row's mean, {eight.mean():.0f}, it would be {around[0]:.0f}. The difference is "
+    f"2 · {distance:.0f}²: two numbers, whose mean lies {distance:.0f} from the row's. Over all "
+    f"parts, such differences add the missing {between:.0f}."
 )
 
 # %%
-# In general, part :math:`i` with :math:`n_i` elements contributes :math:`M_i + n_i\, (m_i - m)^2`.
-# This is the formula that corrected ``m2``, in reverse: for a part, :math:`m_i` is the true mean
-# and the row's :math:`m` the wrong one. ``merge_moments`` adds up the contributions, following
-# Chan, Golub and LeVeque (1982). Axis 1 of ``means`` and ``m2s`` runs over the parts of a row,
-# which ``parts`` numbers from 0; a part has up to ``BLOCK_COLS`` columns:
+# In general, part :math:`i` with :math:`n_i` elements contributes :math:`M_i + n_i\, (m_i - m)^2`,
+# the formula that corrected ``m2``, in reverse. ``merge_moments`` adds up the contributions,
+# following Chan, Golub and LeVeque (1982):
 
 lab.source(merge_moments)
 
 # %%
-# ``counts`` holds the :math:`n_i`. Averaging large means would lose digits, so the code takes the
-# distances ``apart`` of the means from a *pivot*, the first mean, and adds their average,
-# ``shift``, to the pivot.
-#
-# As in :doc:`softmax </chapters/softmax>`, the programs :term:`exchange` their moments through
-# slots.
+
+# Reading
+means = of_parts.flatten()
+apart = means - means[0]
+shift = apart.mean()
+assert means[0] + shift == eight.mean()
+as_read, as_apart = (
+    ", ".join(f"{one:.0f}".replace("-", "−") for one in distances.tolist())
+    for distances in (apart, apart - shift)
+)
+lab.read(
+    "The parts of a row lie along axis 1, numbered from 0 in `parts`, and `counts` says how many "
+    "columns each has. Averaging large means would lose digits, so the code averages only how far "
+    f"they are `apart` from the first, the `pivot`. In the picture the pivot is {means[0]:.0f} and "
+    f"`apart` is ({as_read}). The average of these, `shift`, is {shift:.0f}, and "
+    f"{means[0]:.0f} + {shift:.0f} is the row's mean."
+)
+
+# %%
 
 # Folded: The split kernel whole, and what it does around the merge
 lab.together(
@@ -1154,13 +1209,10 @@ lab.together(
         "moments itself, which is slow but just as correct."
     ),
     lab.read(
-        "In the picture the pivot is 2, and `apart` is (0, 2, 3, −1). The average of these is 1, "
-        "the `shift` from the pivot to the mean. Subtracting it turns `apart` into (−1, 1, 2, −2), "
-        "the distances above. `counts` is 0 in columns that belong to no part."
-    ),
-    lab.read(
         "`collect` unpacks the two numbers of each slot. Where the row (`there`) or the part does "
-        "not exist, it returns zeros, which leave every sum unchanged."
+        "not exist, it returns zeros, which leave every sum unchanged. In the merge, `counts` is "
+        "0 for a part that does not exist. Subtracting `shift` from `apart` gives the distances of "
+        f"the means from the row's, here ({as_apart})."
     ),
     lab.read(
         "Loading weight and bias again for every row moves as many bytes as `x` and `y` do. A "
@@ -1217,8 +1269,8 @@ name_of_best, best_other = max(
     key=lambda one: one[1],
 )
 lab.read(
-    "At 262,144 columns in bfloat16, the split kernel reaches "
-    f"{parted:.0f} % of the speed of a copy, "
+    "**At 262,144 columns in bfloat16, the split kernel reaches "
+    f"{parted:.0f} % of the speed of a copy**, "
     + (
         f"against {best_other:.0f} % for {name_of_best}, the next best."
         if parted > 1.02 * best_other
@@ -1297,8 +1349,8 @@ lab.together(limits, lab.read(said) if said else None)
 # ------------
 #
 # We compare the whole, packed and split kernels with a float64 reference, on random rows of mean 0
-# and of mean 1,000. An error may be at most twice PyTorch's own, or four times in float32. The loop
-# serves only longer rows; the package's tests run it on short ones.
+# and of mean 1,000. An error may be at most twice PyTorch's own, or four times in float32. The
+# package's tests run the loop, which serves only longer rows, on short ones.
 
 
 # Measuring
@@ -1568,7 +1620,7 @@ lab.read(
         if least > 100 * peer
         else f"against {100 * peer:.0f} for the fastest library, {name}. "
     )
-    + beaten()
+    + f"{beaten()} {about_quack(forward)}".rstrip()
 )
 
 # %%
@@ -1619,7 +1671,7 @@ lab.together(
         "float32 only; the others get them in the dtype of `x`. Two timings of our kernels in "
         "bfloat16, taken from this chapter's figures and tables, differ by up to "
         f"{scatter:.1f} points. In float32 the small kernel with the correction stays within "
-        f"{apart:.1f} points of the operator up to 8,192 columns. {about_quack(forward)}"
+        f"{apart:.1f} points of the operator up to 8,192 columns."
         f"{quack_elsewhere(forward)}"
     ),
 )
@@ -1835,7 +1887,7 @@ lab.read(
         for name, leads in ahead_at.items()
         if leads
     )
-    + " If you can choose the length, choose a multiple of 16."
+    + " Choose a multiple of 16 if you can."
 ) if ours else None
 
 # %%
@@ -1966,7 +2018,7 @@ lab.read(
 # What we did not measure
 # -----------------------
 #
-# - Why the loop and PyTorch's kernel fall short, in long rows, of what their reads allow.
+# - Why PyTorch's kernel, and in the longest rows the loop, fall short of what their reads allow.
 # - How fast the packed kernel is without ``afresh`` or with a different number of pieces.
 # - Why whole rows of 32,768 columns are slower without weight and bias.
 # - Why split rows in bfloat16 stay far below a copy, and why quack falls so low.

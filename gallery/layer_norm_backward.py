@@ -874,9 +874,18 @@ lab.read(
         if lead > 2
         else ". "
     )
-    + "A single lock is slow throughout. On the right, the bytes of the partial sums explain only "
-    "part of the loss (in the fold). What causes the rest, and why few programs are slow, remains "
-    "open."
+    + (
+        "A single lock is slow throughout. "
+        if max(of_ways["one lock", n] for n in PROGRAMS)
+        < of_ways["partial sums", best] / 2
+        else ""
+    )
+    + (
+        "On the right, the bytes of the partial sums explain only part of the loss (in the fold). "
+        "What causes the rest, and why few programs are slow, remains open."
+        if many_of < allowed - 2
+        else "Why few programs are slow remains open."
+    )
 )
 
 # %%
@@ -1002,8 +1011,8 @@ lab.read(
 lab.together(
     lab.read(
         f"With {most:,} programs in the figure, 16 of every {of_x + 16} bytes belong to the sums. "
-        f"These bytes alone would still allow {allowed:.0f} %, but partial sums reach only "
-        f"{many_of:.0f} %. With {best:,} programs, each sums {32768 // best} rows."
+        f"These bytes alone would still allow {allowed:.0f} %; partial sums reach {many_of:.0f} %. "
+        f"With {best:,} programs, each sums {32768 // best} rows."
     ),
     lab.read(
         "The hundred runs under locks, of which there are 64, and those with partial sums used the "

@@ -76,8 +76,8 @@ def simple_softmax(x):
 #          three_pass: three reads and one write. online: two reads and one write. row, packed and
 #          split: one read and one write.
 #
-# In the chart at the top, the last bar is ``split``. The five operations are slower there than
-# eight passes explain; we have not looked for the cause.
+# In the chart at the top, the last bar is ``split``. The five operations make eight passes instead
+# of two, which would allow 25; we have not looked for the cause of the rest.
 #
 # Blocks, done wrong
 # ------------------
@@ -179,7 +179,7 @@ lab.read(
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    A union has the same pair however we cut it, so pairs can be merged in any grouping and any
+#    A row has the same pair however we cut it, so pairs can be merged in any grouping and any
 #    order (the merge is *associative* and *commutative*).
 #
 # .. image:: /figures/softmax-merge.svg
@@ -344,6 +344,8 @@ def step(title, *earlier, new, allowed=None):
             look = {"color": grey, "linewidth": 1}
             if name == "row":
                 look |= {"marker": "o", "markersize": 3}
+            if name == "online" and "row" in drawn:  # the two lines cross
+                look |= {"linestyle": (0, (7, 2, 1.5, 2)), "linewidth": 1.4}
             if name in new:
                 look = {
                     "color": blue,
@@ -472,11 +474,11 @@ lab.read(
         else f"`online` reaches at least {min(fits):.0f} % up to {cached:,} columns"
     )
     + (
-        f"; from {down[0]:,} on, `online` is about as fast as if both reads went to memory"
+        f"; from {down[0]:,} on, `online` is about as fast as if both reads went to memory, which "
+        "a dotted line shows."
         if down
-        else ""
+        else ". A dotted line shows what the bytes of a kernel allow if all go to memory."
     )
-    + ". A dotted line shows what the bytes of a kernel allow if all of them go to memory."
 )
 
 # %%
@@ -609,7 +611,7 @@ lab.read(
         if in_flight[cached] < l2 < in_flight[2 * cached]
         else "The fold counts the rows in flight."
     )
-    + f" Up to {cached:,} columns, you may thus stop here: two reads are good enough."
+    + f" Up to {cached:,} columns, you may stop here: two reads are good enough."
     * (min(fits) > 97)
 )
 
@@ -690,13 +692,13 @@ one, with_two = share["one program", 32768], share["online", 32768]
 ahead = [
     n
     for n in COLUMNS
-    if 8192 <= n <= 65536 and share["one program", n] > share["online", n]
+    if 4096 <= n <= 65536 and share["one program", n] > share["online", n]
 ]
 lab.read(
-    f"Take a row of 32,768 columns. On {gpu}, `online` reaches {with_two:.0f} % there. A single "
+    f"Take a row of 32,768 columns. On {gpu}, `online` reaches {with_two:.0f} %. A single "
     f"read allows 100, but `row` reaches {one:.0f}"
     + (
-        ". Nor is it faster than `online` at any other length from 8,192 columns on."
+        ". Nor is it faster than `online` at any other length from 4,096 columns on."
         if not ahead
         else "."
     )
@@ -851,8 +853,8 @@ lab.source(widen)
 
 # %%
 # The maximum, the sum and the result each widen the row anew, so that it need not stay in registers
-# as float32. Adding ``zero`` in between is meant to keep the compiler from widening it only once:
-# this argument is always 0, which the compiler cannot know. ``narrow`` packs the results again.
+# as float32. Adding ``zero`` in between is meant to make the compiler widen it each time, because
+# it cannot know that this argument is always 0. ``narrow`` packs the results again.
 
 lab.source(packed_row_fwd_kernel, "widen")
 
@@ -901,7 +903,7 @@ far = [
 lab.read(
     f"With {fit(packed_fit)} programs per SM, `packed` reaches {packed:.0f} %."
     + "".join(
-        f" On {name}, where a copy takes longer, `row` is already about as fast as one."
+        f" On {name}, `row` is already about as fast as a copy, which takes longer there."
         for name, reached in far
         if "H100" in name and reached > 97
     )
@@ -921,7 +923,7 @@ lab.read(
         if both - alone <= 2
         else ""  # it was not recorded
     )
-    + (", but not that it explains the whole step." if looped > 2 else ".")
+    + ("; whether it explains the whole step is open." if looped > 2 else ".")
 )
 
 # %%
@@ -1004,37 +1006,62 @@ lab.read(
         if alone_fit == 1
         else f"needs {alone_whole:,.0f} registers. "
     )
-    + f"`split` cuts such a row into {parts} parts, each with a program of its own, and "
+    + f"`split` therefore cuts such a row into {parts} parts, each with a program of its own, and "
     f"{fit(part_fit)} such programs fit."
 )
 
 # %%
-# Since pairs merge, programs that share a row need only each other's pairs. In an :term:`exchange`,
-# each program *publishes* the pair of its part in a *slot* of memory, which is zero at first, and
-# *collects* the pairs of the others. In the drawing, the row is that of the first animation.
+# But how can a program finish its part, if every result depends on the whole row? Since pairs
+# merge, it needs only two numbers from each of the others. In an :term:`exchange`, each program
+# *publishes* the pair of its part in a *slot* of memory, which is zero at first, and *collects* the
+# pairs of the others. The drawing uses the row of the first animation.
 #
 # .. animation:: publish_and_collect
-#
-# We go through the smallest kernel that does this, for float32, piece by piece. It looks at one
-# slot after another, whereas ``split``, as in the drawing, reads all slots of a row at once.
-# ``pair_of`` loads a part and computes its pair:
+
+# %%
+
+# Reading
+drawn = torch.tensor(
+    [[1.0, 2, 0, 1, 3, 1, 2, 3, 2, 3, 1, 2, 4, 2, 3, 1]], device=runtime.DEVICE
+)
+part = drawn[0, 8:12]
+(own_m, own_d), (all_m, all_d) = (
+    [number.item() for number in pair(x)] for x in (part, drawn)
+)
+repair = (torch.softmax(drawn, -1)[0, 8:12] / (part - own_m).exp())[0].item()
+y = shared_softmax(drawn, block=4)
+torch.testing.assert_close(y, torch.softmax(drawn, -1), rtol=1e-5, atol=0)
+lab.read(
+    "Follow program 2. Its part is "
+    + ", ".join(f"{number:.0f}" for number in part.tolist())
+    + f", so it publishes the maximum {own_m:.0f} and the sum {own_d:.2f}. From the slots it "
+    f"learns that the whole row has the maximum {all_m:.0f} and the sum {all_d:.2f}. Its "
+    f"exponentials are still in registers, relative to {own_m:.0f}. One factor, `exp({own_m:.0f} - "
+    f"{all_m:.0f}) / {all_d:.2f}` = {repair:.2f}, turns them into results."
+)
+
+# %%
+# We go through the smallest kernel that does this, for float32. ``pair_of`` loads a part and
+# computes its exponentials (``numerator``) and its pair:
 
 lab.source(pair_of)
 
 # %%
-# **Publish.** With four parts per row, programs 0 to 3 share row 0, and programs 4 to 7 share row
-# 1. In the 64 bits of a slot, ``<< 32`` puts the maximum above the sum. Because the sum is
-# positive, its sign bit is 0, so widening it to 64 bits leaves the upper half zero. An
-# :term:`atomic` stores all 64 bits at once, so a reader finds either an empty slot or a whole pair
-# and needs no lock. The kernel, decorated with ``@triton.jit``, begins like this:
+# **Publish.** What if a program reads a slot that holds the maximum already, but not yet the sum?
+# This cannot happen here, because they are the upper and the lower half of one number of 64 bits,
+# which an :term:`atomic` stores at once. A reader finds either an empty slot or a whole pair, and
+# needs no lock. The kernel, decorated with ``@triton.jit``, begins like this:
 
 lab.source(shared_row_kernel, "def", "publish")
 
 # %%
-# **Collect.** The program *polls* each slot: it reads the slot, by an atomic *or* with 0, until it
-# finds a pair, and merges this pair with the earlier ones. The loop also visits the program's own
-# slot, so the sum starts at 0. At the end, the program rescales its own numerators, which are still
-# in registers.
+# **Collect.** How does a program know that the others are done? It *polls* each slot: it reads the
+# slot, by an atomic *or* with 0, until it finds a pair, and merges this pair with the earlier ones.
+# Its own slot is among them, so the sum starts at 0.
+#
+# **Give up.** And if a part does not come? GPUs usually start the programs of a row at about the
+# same time, but nothing guarantees it. If waiting programs held every SM, a missing part could
+# never start: a deadlock. So after ``max_polls`` polls, a program computes the missing pair itself.
 
 lab.source(shared_row_kernel, "collect", "write")
 
@@ -1042,12 +1069,6 @@ lab.source(shared_row_kernel, "collect", "write")
 # Before every launch, we clear the slots, because any nonzero value counts as a pair:
 
 lab.source(shared_softmax)
-
-# %%
-# **Give up.** GPUs usually start programs in order, so the parts of a row run at about the same
-# time, but nothing guarantees it. If waiting programs held every SM, a missing part could never
-# start: a deadlock. Therefore, after ``max_polls`` polls, a program computes the missing pair
-# itself.
 
 # %%
 
@@ -1077,10 +1098,19 @@ off = (y / torch.softmax(x.double(), dim=-1) - 1).abs().max()
 errors = [row["largest relative error"] for row in tried.rows]
 patience = max((row["max_polls"] for row in tried.rows), default=exchange.MAX_POLLS)
 lab.read(
-    f"With four programs per row, the largest relative error on {gpu} is {ten(max(errors))}, "
-    "whether we let programs wait or allow no polls at all."
+    "A right result does not depend on waiting: with four programs per row, the largest relative "
+    f"error on {gpu} is {ten(max(errors))}, whether we let programs wait or allow no polls at all."
     if errors
     else f"With four programs per row, the largest relative error is {ten(off)}."
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"Is the exchange worth its time? At {long:,} columns, `split` reaches "
+    f"{share['Kernel Book', long]:.0f} % of a copy, where `online` reaches "
+    f"{share['online', long]:.0f}. This includes the time to clear the slots."
 )
 
 # %%
@@ -1097,15 +1127,14 @@ step(
 
 # Reading
 lab.read(
-    f"One read is thus enough even for a very wide row: at {long:,} columns, `split` reaches "
-    f"{share['Kernel Book', long]:.0f} %, where `online` reaches {share['online', long]:.0f}. This "
-    "includes the time to fill the slots with zeros. The line of `row` ends where a row no longer "
-    "fits in one program."
+    f"So on {gpu}, a very wide row is better shared by several programs than read twice."
+    if share["Kernel Book", long] > share["online", long]
+    else f"So on {gpu}, sharing a very wide row gains nothing over reading it twice."
 )
 
 # %%
 
-# Folded: The split kernel whole, and two details
+# Folded: The split kernel whole, how a slot holds a pair, and how many slots a poll reads
 kernel = lab.listing(
     {
         "The timed kernel": split_row_fwd_kernel,
@@ -1116,6 +1145,13 @@ kernel = lab.listing(
         "How many slots a program reads in a poll, LOOKS, and its THREADS": exchange.looks,
         "The whole row, if a part did not come": row_statistics,
     }
+)
+bits = lab.read(
+    "**How a slot holds a pair.** With four parts per row, programs 0 to 3 share row 0, and "
+    "programs 4 to 7 share row 1. In the 64 bits of a slot, `<< 32` puts the maximum above the "
+    "sum. Because the sum is positive, its sign bit is 0, so widening it to 64 bits leaves the "
+    "upper half zero. `shared_row_kernel` looks at one slot after another; `split`, as in the "
+    "drawing, reads all slots of a row at once."
 )
 why_32 = lab.read(
     "**Why a poll reads at least 32 slots.** In each poll, a program reads at least 32 slots, one "
@@ -1144,9 +1180,9 @@ in_numbers = lab.read(
     "out why the compiler needs fewer registers for it. A "
     f"program polls at most {patience:,} times; we did not count how often a program gives up in "
     "the timed runs. The figure shows `packed` and `split` at the lengths for which the package "
-    "runs them."
+    "runs them; the line of `row` ends where a row no longer fits in one program."
 )
-lab.together(in_numbers, kernel, why_32, why_not_empty)
+lab.together(in_numbers, kernel, bits, why_32, why_not_empty)
 
 # %%
 # Is it right?
@@ -1221,8 +1257,8 @@ worst = max(
 lab.read(
     f"On {gpu}, our kernels pass all checks, forward and backward"
     + (
-        f". In float32 they do round more: errors reach {worst:.1f} times PyTorch's, and without "
-        f"the doubling {beyond} of {sum(row['dtype'] == 'float32' for row in both)} checks would "
+        f". In float32, errors reach {worst:.1f} times PyTorch's, and without the doubling "
+        f"{beyond} of {sum(row['dtype'] == 'float32' for row in both)} checks would "
         "fail."
         if beyond
         else "."
@@ -1272,7 +1308,27 @@ lab.together(of_errors, forward_check, backward_check, odd_rows)
 # %%
 # How fast is it?
 # ---------------
+#
+# Which of these kernels should ``softmax`` run? Ours keeps the row on chip: in one program if it is
+# short, as pairs if it is longer, and in several programs if it is wide.
 
+# %%
+
+# Reading
+ends = sorted({PACKED, SPLIT // 2, SPLIT})
+lab.table(
+    [
+        {
+            "columns": f"up to {n:,}" if n in ends else f"more than {SPLIT:,}",
+            "in 16 bits": kernel_of(n, torch.bfloat16),
+            "in float32": kernel_of(n, torch.float32),
+        }
+        for n in (*ends, 2 * SPLIT)
+    ],
+    "The kernel that softmax runs, by the length of a row; float32 cannot be packed",
+)
+
+# %%
 
 # Reading
 lag = {n: share["online", n] - share["Kernel Book", n] for n in (4096, 8192, 16384)}
@@ -1289,14 +1345,10 @@ there = [
 ]
 at = "4,096 to 16,384 columns"
 lab.read(
-    f"In 16 bits, the package's `softmax` runs `row` up to {PACKED:,} columns, `packed` up to "
-    f"{SPLIT:,} and `split` beyond. In float32, which cannot be packed, `row` runs up to "
-    f"{SPLIT // 2:,}. "
-    + (
-        f"Yet on {gpu}, `online` would be up to {max(lag.values()):.0f} points faster from {at}."
-        if min(lag.values()) > 0.5
-        else f"From {at}, `online` is not ahead of this choice at every length."
-    )
+    f"This choice has a price: in bfloat16 on {gpu}, `online` would be up to "
+    f"{max(lag.values()):.0f} points faster from {at}."
+    if min(lag.values()) > 0.5
+    else f"In bfloat16 from {at}, `online` is not ahead of this choice at every length."
 )
 
 # %%
@@ -1317,9 +1369,9 @@ facts = lab.facts(
 )
 
 # %%
-# We compare our kernels (“Kernel Book” in the figure) with ``torch.softmax`` (“PyTorch”),
-# ``torch.compile``, Liger (LinkedIn's Triton kernels, for at most 65,536 columns) and quack
-# (written in NVIDIA's CuTe DSL by an author of FlashAttention).
+# And what do others reach? We compare our kernels (“Kernel Book” in the figure) with
+# ``torch.softmax`` (“PyTorch”), ``torch.compile``, Liger (LinkedIn's Triton kernels, for at most
+# 65,536 columns) and quack (in NVIDIA's CuTe DSL, by an author of FlashAttention).
 
 # %%
 
@@ -1357,11 +1409,6 @@ forward = lab.bench(
     limit="copy",
     work=WORK,
 )
-
-# %%
-
-# Drawing
-lab.plot(forward, "Forward, bfloat16", share=True, where={"dtype": "bfloat16"})
 
 # %%
 
@@ -1410,19 +1457,7 @@ first = [
 rest = [row for row in worst if row not in first]
 led = sorted(row["columns"] for row in first)
 lab.read(
-    f"Our kernels reach at least {min(within):.0f} % of a copy's speed, "
-    + (
-        f"except in bfloat16 on the longest rows, where `split` falls to {lowest_split:.0f}"
-        if lowest_split < min(within)
-        else "also in bfloat16 on the longest rows"
-    )
-    + ". In bfloat16, `torch.softmax` "
-    + (
-        "never reaches two thirds of a copy's speed. "
-        if max(eager.values()) < 66
-        else f"reaches at most {max(eager.values()):.0f} % of a copy's speed. "
-    )
-    + (
+    (
         f"We lose most to {first[0]['library']}, which in {first[0]['dtype']} leads "
         + (
             f"from {min(led):,} columns on"
@@ -1430,9 +1465,38 @@ lab.read(
             else f"at {len(led)} of the {len(COLUMNS)} lengths"
         )
         + f", by up to {gap_of(first[0])} points; elsewhere no library leads by more than "
-        + (f"{max(map(gap_of, rest))}." if rest else f"{apart:.1f}.")
+        + (f"{max(map(gap_of, rest))}. " if rest else f"{apart:.1f}. ")
         if clear
-        else f"No library is ahead by more than {apart:.1f} points, by which our own runs differ."
+        else f"No library is ahead by more than {apart:.1f} points, by which our own runs differ. "
+    )
+    + "In bfloat16, `torch.softmax` "
+    + (
+        "never reaches two thirds of a copy's speed."
+        if max(eager.values()) < 66
+        else f"reaches at most {max(eager.values()):.0f} % of a copy's speed."
+    )
+)
+
+# %%
+
+# Drawing
+lab.plot(forward, "Forward, bfloat16", share=True, where={"dtype": "bfloat16"})
+
+# %%
+
+# Reading
+lab.read(
+    f"In bfloat16 up to {SPLIT:,} columns, and in float32 at every length, our kernels reach at "
+    f"least {min(within):.0f} % of a copy's speed. Beyond, in bfloat16, `split` "
+    + (
+        f"falls to {lowest_split:.0f}"
+        if lowest_split < min(within)
+        else "does not fall below that"
+    )
+    + (
+        f". There, {first[0]['library']} shows that more is possible."
+        if clear and first[0]["library"] == "quack" and max(led) > SPLIT
+        else "."
     )
 )
 
@@ -1559,7 +1623,7 @@ def other_numbers(kind):
 
 # %%
 
-# Folded: More: the lead of online, where PyTorch's lines fall, and what a call costs
+# Folded: The leads of online and quack, where PyTorch's lines fall, and what a call costs
 online_leads = lead(reads, "two reads, 32 per thread", "one read, 64 per thread")
 few = max(other_numbers("one read"), other_numbers("two reads"))
 hinted = times_of(reads, "one read, evict_first")
@@ -1595,7 +1659,8 @@ text += "".join(
 of_online = lab.read(
     text
     + "In float32 we did not measure `online`. The package resorts to it only above "
-    f"{tuned.ROW_COLS:,} columns."
+    f"{tuned.ROW_COLS:,} columns. In 16 bits, a row of odd length cannot be packed either; up to "
+    f"{SPLIT:,} columns, `row` takes it."
 )
 lowest = min(eager, key=eager.get)
 compiled = [
@@ -1673,8 +1738,8 @@ lab.together(of_online, of_quack, of_others, of_host, host, facts)
 #    dx_i = y_i \Big( dy_i - \sum_j y_j\, dy_j \Big)
 #
 # A program therefore reads :math:`y` and :math:`dy`, computes one :term:`reduction` and writes
-# :math:`dx`. It takes several short rows at once, hence ``axis=1``, and ``dy`` may have its own row
-# stride. Several programs share a wide row, and each publishes its part of the sum.
+# :math:`dx`. It takes several short rows at once, hence ``axis=1``. Several programs share a wide
+# row, and each publishes its part of the sum.
 
 lab.source(row_bwd_kernel, "gradient")
 
@@ -1726,7 +1791,7 @@ short_rows = back[:-1]
 clear = beyond_noise(backward, lost["backward"])
 lab.read(
     (
-        "Memory is the limit of backward: in bfloat16, it moves its bytes "
+        "Backward is memory-bound too: in bfloat16, it moves its bytes "
         if min(short_rows) > 97
         else "In bfloat16, backward moves its bytes "
     )
@@ -1749,7 +1814,7 @@ lab.read(
 # Folded: The speed of backward, all losses, float32, and both backward kernels whole
 kernels = lab.listing(
     {
-        "A program takes whole rows": row_bwd_kernel,
+        "A program takes whole rows; dy may have its own row stride": row_bwd_kernel,
         "Programs share a row; row_product reads the whole row if a part is late": (
             split_row_bwd_kernel
         ),

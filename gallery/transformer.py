@@ -16,7 +16,7 @@ You will learn
 
 Repeating every measurement takes a GPU with 141 GB of memory; on a smaller one this page shows
 recorded numbers. A 24 GB card can run a step of the model that we follow, provided attention stores
-no table. Folds titled with questions answer the second assignment of Stanford's course CS336.
+no table. Folds whose titles are questions answer the second assignment of Stanford's CS336.
 """
 
 # sphinx_gallery_thumbnail_number = 8
@@ -749,7 +749,7 @@ lab.sketch(
 )
 
 # %%
-# Next, we add up the bytes of each colour and compare them with the FLOPs and with the times in the
+# We add up the bytes of each colour and compare them with the FLOPs and with the times in the
 # profile. For heads of :math:`d_h = 64` numbers, the two matmuls do :math:`4 d_h` FLOPs per score,
 # the scaling does one, and softmax about five.
 
@@ -1058,7 +1058,7 @@ lab.together(
 # - the output of softmax: :math:`B H T^2`;
 # - the two dropout masks, one byte per number: :math:`2 N d` bytes.
 #
-# In total, in bytes per layer, with 4 bytes for each number in the first three items:
+# In bytes per layer, with 4 for each number of the first three items:
 #
 # .. math::
 #
@@ -1208,6 +1208,7 @@ def kept_bars(axes):
     axes.set_xlim(0, 124)
     axes.set_xticks(range(0, 101, 25))
     axes.set(xlabel="% of what a layer keeps")
+    axes.spines["bottom"].set_bounds(0, 100)
     legend_below(axes, KEPT_INKS, 4)
 
 
@@ -1800,7 +1801,7 @@ lab.read(
     )
     + (
         f". {'It' if times == times else 'The book’s'} takes {100 * fast[1] / by_sdpa:.0f} % of "
-        "SDPA's time there; at 1,024, the context of our model, "
+        "SDPA's time there; at 1,024 "
         + (
             "the two are level."
             if abs(short[1] / short[0] - 1) < 0.02
@@ -2352,20 +2353,25 @@ def saves(before, after):
     return layer_ms(before) - layer_ms(after)
 
 
+sdpa_more = 100 * (layer_ms("SDPA") / layer_ms("+ attention") - 1)
 fusing = layer_ms("attention, compiled") / layer_ms("Kernel Book")
 normed = saves("+ attention", "+ layer norm")
 lab.read(
     (
         f"**In eager mode our softmax saves {saves('PyTorch', '+ softmax'):.2f} ms per layer; our "
         f"attention saves another {saves('+ softmax', '+ attention'):.2f} ms**, because it stores "
-        "no table and skips the masked half; we did not separate these two causes. "
+        "no table and skips the masked half; we did not separate these two causes. With SDPA a "
+        f"layer takes {abs(sdpa_more):.0f} % {'longer' if sdpa_more > 0 else 'less'}. "
         if saves("PyTorch", "+ softmax") < 0.25 * saves("PyTorch", "+ dropout")
         else f"In eager mode our softmax saves {saves('PyTorch', '+ softmax'):.2f} ms per layer, "
         f"and attention without the table another {saves('+ softmax', '+ attention'):.2f} ms. "
     )
     + f"Our layer norm {'saves' if normed > 0 else 'costs'} {abs(normed):.2f} ms"
     + (
-        "; our dropout saves nothing measurable. "
+        ", our dropout nothing measurable. "
+        if normed > 0
+        and abs(saves("+ layer norm", "+ dropout")) < 0.01 * layer_ms("+ dropout")
+        else "; our dropout saves nothing measurable. "
         if abs(saves("+ layer norm", "+ dropout")) < 0.01 * layer_ms("+ dropout")
         else f"; our dropout saves {saves('+ layer norm', '+ dropout'):.2f} ms. "
     )
@@ -2804,18 +2810,16 @@ fastest_in_layer = min(COMPILED_NAMES, key=layer_ms) == "Kernel Book"
 our_took, sdpa_took = step_ms("Kernel Book"), step_ms("SDPA, compiled")
 n_layers, of_adamw = SIZES["large"].layers, step("AdamW, ms", "Kernel Book")
 expected = n_layers * layer_ms("Kernel Book") + of_adamw
-promise = (
-    f"{n_layers} layers with all our operators and the optimiser promise {expected:.0f}"
-)
+promise = f"its {n_layers} layers and the optimiser promise {expected:.0f}"
 lab.read(
     (
         "Is the step with the fastest layer also the fastest? **No: compiled, it takes "
         f"{our_took:.0f} ms, and with SDPA {sdpa_took:.0f}**, although {promise}. "
         if fastest_in_layer and our_took > sdpa_took
-        else f"How long is a compiled step? **It takes {our_took:.0f} ms, and with SDPA "
+        else f"How long is a compiled step? **With ours it takes {our_took:.0f} ms, and with SDPA "
         f"{sdpa_took:.0f}**; {promise}. "
     )
-    + f"With our operators the kernels run for only {busy_ms_of('Kernel Book'):.0f} ms"
+    + f"Its kernels run for only {busy_ms_of('Kernel Book'):.0f} ms"
     + (
         "; for more than half of the step the GPU waits."
         if 2 * busy_ms_of("Kernel Book") < our_took
@@ -2825,8 +2829,8 @@ lab.read(
 
 # %%
 # It waits for the :term:`host`, which launches every kernel. A kernel starts once it has been
-# launched and the one before it has finished, so where a launch takes longer than a kernel, the GPU
-# is done early. The picture follows five launches of a layer; its lengths are schematic, and
+# launched and the one before it has finished, so where a launch takes longer than the kernel before
+# it, the GPU waits. The picture follows five launches of a layer; its lengths are schematic, and
 # launches of our operators are orange.
 
 # Drawing
@@ -2913,8 +2917,8 @@ lab.sketch(
 #
 # Which of the two is the slower in our steps? For the host, read the clock after
 # ``torch.cuda.synchronize()`` and again when the last call of a step returns; for the GPU, add up
-# the kernels in a profile. The step should take as long as the longer bar, up to the scatter, since
-# all three come from different steps.
+# the kernels in a profile. The step should take as long as the longer bar, up to the scatter,
+# because all three come from different steps.
 
 # Drawing
 MODES = {  # the versions that are drawn, and what the figures call them
@@ -3164,8 +3168,8 @@ lab.read(
         )
         else "Host times scatter, but all our operators clearly take longer to launch than SDPA. "
     )
-    + "At each launch ours run Python where PyTorch's run C++; we did not measure which part takes "
-    "the time."
+    + "At each launch, our operators run Python where PyTorch's run C++; we did not measure which "
+    "part takes the time."
 )
 
 # %%
@@ -3737,13 +3741,6 @@ def tally(kind):
     )
 
 
-graph_costs = {  # by how many % the graphs take longer than the launched steps
-    model: [
-        round(100 * (1 / ratio(race[model], name, GRAPHS[name]) - 1.0))
-        for name in without
-    ]
-    for model in no_gain
-}
 pads = number(of_heads, "the book's, ms", 80) / number(of_heads, "the book's, ms", 128)
 shorter = [100 * (1 - 1 / by_model[model]) for model in ahead]
 lead = " to ".join(
@@ -3760,7 +3757,6 @@ as_rows = {
     for model in (DEEP, WIDE)
 }
 deep, wide = as_rows.values()
-costly = [model for model in no_gain if min(graph_costs[model]) > 0]
 lab.read(
     (
         "**Launched by the host, our operators are far slower than SDPA in "
@@ -3769,9 +3765,9 @@ lab.read(
         else ""
     )
     + (
-        f"Compare {DEEP} with {WIDE}: {DEEP} has more layers, and so more launches; {WIDE} has "
-        f"wider ones, and so longer kernels. With our operators {DEEP} waits for the host, and a "
-        f"graph brings its step from {deep['step']:.0f} ms to {deep['graph']:.0f}. "
+        f"Compared with {WIDE}, {DEEP} has more and narrower layers, and so launches more and "
+        f"shorter kernels: with our operators {DEEP} waits for the host, and a graph brings its "
+        f"step from {deep['step']:.0f} ms to {deep['graph']:.0f}. "
         if deep["host"] > deep["busy"]
         and wide["host"] < wide["busy"]
         and deep["host"] > wide["host"]
@@ -3779,14 +3775,7 @@ lab.read(
         else ""
     )
     + (
-        f"In {listed(no_gain)} the GPU is the slower, so a graph gains nothing measurable"
-        + "".join(
-            f"; in {model} it even costs "
-            + " and ".join(dict.fromkeys(map(str, graph_costs[model])))
-            + " %"
-            for model in costly
-        )
-        + ". "
+        f"In {listed(no_gain)} the GPU is the slower, so a graph gains nothing measurable. "
         if no_gain
         else ""
     )
@@ -3823,8 +3812,8 @@ lab.read(
         if level and not (ahead and len(level) == 1 and not behind)
         else ""
     )
-    + "So find out first which of the two your step waits for: a graph saves launches, a faster "
-    "kernel saves time on the GPU." + ("" if race else f"{nan}")
+    + "So find out first whether host or GPU sets the pace of your step: a graph saves launches, "
+    "a faster kernel saves time on the GPU." + ("" if race else f"{nan}")
 )
 
 # %%
@@ -3975,9 +3964,12 @@ lab.read(
     "**A step also pays for its launches**, which timing a layer on the GPU alone does not show: "
     f"an eager step takes {step_ms('+ dropout'):.0f} ms with all our operators and "
     f"{step_ms('SDPA'):.0f} with SDPA. Where the host sets the pace"
-    + (f", here in {listed(waiting)}," if waiting else ",")
-    + " capture the step as a graph"
-    + (" or use SDPA. " if waiting else ". ")
+    + ", capture the step as a graph"
+    + (
+        f"; without one, SDPA is faster, here in {listed(waiting)}. "
+        if waiting
+        else ". "
+    )
     + (
         f"As graphs, our operators are {lead} % ahead of SDPA in {FEW[len(ahead)]} of "
         f"{FEW[len(by_model)]} cases"

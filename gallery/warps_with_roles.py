@@ -8,10 +8,10 @@ waiting for one or the other. *What does a kernel gain if some warps only load a
 multiply, and what can go wrong between them?*
 
 The matmul of this chapter gains nothing, because the steps of the best loop without roles (third
-bar) already keep the tensor cores busy. That loop and Triton's ``tl.dot`` are even slightly faster.
-But roles relieve the multiplying warps of asking for tiles, and attention could spend that time on
-its softmax. We therefore make a matmul fast without roles, add roles, find out why they do not
-help, and break them on purpose, before the next chapter takes them to attention.
+bar) already keep the tensor cores busy. That loop is even slightly faster, and Triton's ``tl.dot``
+matches it. But with roles, one group of warps can compute attention's softmax while the tensor
+cores multiply for another. We therefore make a matmul fast without roles, add roles, find out why
+they do not help, and break them on purpose, before the next chapter takes them to attention.
 
 You will learn
 
@@ -128,13 +128,13 @@ def copy_kernel(x_desc, y_desc):
 # - **Shared memory.** ``allocate_shared_memory`` reserves room for a tile and for a barrier.
 #   ``mbarrier.init`` sets how many arrivals the barrier expects, here one.
 # - **Load.** ``mbarrier.expect`` makes this arrival and announces how many bytes will follow. Gluon
-#   lets one thread execute it and ``tma_load``, which asks for the tile and returns at once.
+#   has one thread execute it and ``tma_load``, which asks for the tile and returns at once.
 #   ``mbarrier.wait`` holds the threads until the bytes have arrived; the next section explains its
 #   argument 0.
-# - **Store.** ``tma_store`` asks the engine to copy the tile to ``y``. ``store_wait(0)`` holds the
-#   threads until the engine has read the tile from shared memory (0 is the number of stores that
-#   may still be reading). ``y`` itself is complete when the kernel ends. The names ``tma_load`` and
-#   ``tma_store`` are ours, because Gluon's differ between versions.
+# - **Store.** ``tma_store`` asks the engine to copy the tile to ``y``, and ``store_wait(0)`` holds
+#   the threads until the engine has read the tile from shared memory (0 is the number of stores
+#   that may still be reading). ``y`` itself is complete when the kernel ends. The names
+#   ``tma_load`` and ``tma_store`` are ours, because Gluon's differ between versions.
 #
 # A barrier that counts in phases
 # -------------------------------
@@ -1004,9 +1004,9 @@ lab.together(
 # - **Two consumers release a slot.** It is empty when both have read it, so its barrier counts two:
 #   ``mbarrier.init(empty.index(s), count=2)``. With a count of one, each tile would end two phases
 #   and leave the parity unchanged: in our model all three roles then wait for ever.
-# - **Registers change hands.** All threads start with equally many. The loader, which counts as a
-#   third warpgroup, needs hardly any, so the consumers get most of its share:
-#   3 × 168 = 240 + 240 + 24. We ask for consumer 1's and the loader's; consumer 0 gets the rest.
+# - **Registers change hands.** All threads start with 168. The loader counts as a third warpgroup
+#   but needs hardly any, so the consumers get most of its share: 3 × 168 = 240 + 240 + 24. We ask
+#   for consumer 1's and the loader's; consumer 0 gets the rest.
 #
 # .. code-block:: python
 #
@@ -1262,9 +1262,9 @@ lab.together(
 # What each rung gains
 # --------------------
 #
-# Does a loader of its own make the matmul faster? We compare the four rungs, and Triton's
-# ``tl.dot``, for which the compiler builds a ring without roles, with ``torch.matmul``, which calls
-# cuBLAS.
+# We compare the four rungs with ``torch.matmul``, which calls cuBLAS, and with Triton's ``tl.dot``,
+# for which the compiler builds a ring without roles. Does a loader of its own make the matmul
+# faster?
 
 
 # Measuring
@@ -1419,6 +1419,7 @@ like_dot = all(
     abs(at_size("tl.dot", n) / at_size("one in flight", n) - 1) < SCATTER for n in SIZES
 )
 below_loop = all(at_size("roles", n) < at_size("one in flight", n) for n in SIZES)
+assert not climbed.rows or (below_loop and like_dot)  # as the introduction says
 lab.read(
     (
         "At every size, most of the gain comes from loading ahead and the rest from the matmul in "
@@ -1431,7 +1432,7 @@ lab.read(
         if like_dot
         else f"`tl.dot` reaches {of_cublas('tl.dot', 8192):.0f} % of cuBLAS at size 8,192."
     )
-    + (" Why rung 4 is slightly slower is open." if below_loop else "")
+    + (" We do not know why rung 4 is slightly slower." if below_loop else "")
     + f" At size {SIZES[-1]:,}, cuBLAS computes {sizes_of[SIZES[-1]]:.0f} TFLOP/s."
 )
 
@@ -1503,7 +1504,7 @@ lab.together(
 # Why roles gain nothing here
 # ---------------------------
 #
-# Why does the loader not help? It spares the consumers the asking for tiles, but this saves time
+# Why does the loader not help? It spares the consumers from asking for tiles, but this saves time
 # only if the tensor cores would wait for it. To see whether they do, one program of a matmul of
 # size 4,096 reads a clock before and after each wait.
 
@@ -1697,7 +1698,8 @@ def drawn_step(axes, rows):
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.set(
         xlim=(0, 1650),
-        xlabel="cycles of a step, medians of ten\ndashed: its matmul; white: everything else",
+        xlabel="cycles of a step, medians of ten steps\n"
+        "dashed: its matmul; orange: asks; white: the rest",
     )
 
 
@@ -1722,16 +1724,16 @@ lab.draw(
 # Reading
 lab.read(
     (
-        "Follow the orange parts, in which warps ask for tiles. In rung 2 they ask only after a "
-        f"matmul has ended, and the tensor cores are idle for {bare - step_cycles:,.0f} cycles of "
-        "the step. "
+        "In rung 2 the warps issue the next matmul only after they have asked for tiles (orange), "
+        f"which takes {part(RING, 'asks for tiles'):,.0f} of the {bare - step_cycles:,.0f} cycles "
+        "for which the tensor cores are idle in a step. "
         if abs(own_matmul / step_cycles - 1) < 0.02
         else f"A step of rung 2 takes {bare:,.0f} cycles. "
     )
     + (
-        "In rung 3 they ask while the next matmul is running, for "
-        f"{share(LOOP, 'asks for tiles'):.0f} % of the step, which does not lengthen it. In rung 4 "
-        "the loader asks, but a step cannot be shorter than its matmul."
+        "In rung 3 asking and waiting cost nothing, because a matmul that was issued before keeps "
+        "the tensor cores busy meanwhile. In rung 4 the loader asks, but a step cannot be shorter "
+        "than its matmul."
         if least_step
         else "In rung 3 the warps ask while the next matmul is running, for "
         f"{share(LOOP, 'asks for tiles'):.0f} % of the step; in rung 4 the loader asks."
@@ -1758,14 +1760,8 @@ noted, noted_of_loop = (rounds * (4096 // BLOCK_K) * n / 1e3 for n in (bare, ahe
 expected = (noted + in_loop - noted_of_loop) / in_loop  # starts and ends are the loop's
 lab.read(
     (
-        "In rungs 3 and 4 the waiting costs nothing either, because a matmul that was issued "
-        "before keeps the tensor cores busy meanwhile. "
-        if least_step
-        else ""
-    )
-    + (
-        "Rung 2 lags less over its whole matmul than in these steps: it takes "
-        f"{in_cycles:.2f} times the cycles of rung 3."
+        f"By these steps we would expect rung 2's whole matmul to take {expected:.2f} times the "
+        f"cycles of rung 3's, but it takes {in_cycles:.2f} times."
         if expected > in_cycles + SCATTER
         else f"Rung 2's step is {slower:.2f} times as long as rung 3's, but its whole matmul takes "
         f"only {longer:.2f} times as long."
@@ -1929,11 +1925,10 @@ lab.together(
     if counted
     else None,
     lab.read(
-        f"By the traced steps we would expect {expected:.2f} times the cycles instead of "
-        f"{in_cycles:.2f}. This is an estimate: if every step took as long as these, the "
-        f"{rounds:.0f} rounds of programs would take {noted:,.0f} thousand "
-        f"cycles in rung 2 and {noted_of_loop:,.0f} thousand in rung 3. We count the rest of rung "
-        "3's cycles as starts and ends, and expect as many in rung 2."
+        f"The {expected:.2f} times that the traced steps lead us to expect is an estimate: if "
+        f"every step took as long as these, the {rounds:.0f} rounds of programs would take "
+        f"{noted:,.0f} thousand cycles in rung 2 and {noted_of_loop:,.0f} thousand in rung "
+        "3. We count the rest of rung 3's cycles as starts and ends, and expect as many in rung 2."
     )
     if counted and expected > in_cycles + SCATTER
     else None,
@@ -2296,7 +2291,8 @@ lab.read(
 # %%
 # How you find such a mistake depends on the symptom:
 #
-# - **It hangs.** Let every role write its progress into memory that the host can read.
+# - **It hangs.** Let every role write its progress into pinned host memory, which can be read while
+#   the kernel hangs. The tile and barrier at which each role is stuck point to the mistake.
 # - **It is wrong, or right by luck.** Slow each role down in turn with a pause, so that another
 #   gets ahead; here only the consumer was slow.
 # - **It breaks in a later use of a slot.** Test with more than twice as many tiles as slots,

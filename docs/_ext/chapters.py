@@ -132,7 +132,7 @@ CHAPTERS = {
             "simple_softmax": "five PyTorch operations",
             "three_pass": "one kernel, three reads",
             "online": "one kernel, two reads",
-            "Kernel Book": "one read, a row shared by programs",
+            "Kernel Book": "one kernel, one read",
         },
     ),
     "layer_norm": Facts(
