@@ -208,7 +208,7 @@ lab.sketch(
 #    :class: kb-key
 #
 #    Of our six changes, the first lets one program use the tensor cores while another computes
-#    exponentials; the next three together let a program hand over its matmuls without pauses; the
+#    exponentials; the next three let a program hand over its matmuls without spills and pauses; the
 #    fifth saves other work; and the sixth leaves fewer SMs idle at the end.
 
 # %%

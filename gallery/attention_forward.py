@@ -1070,9 +1070,9 @@ lab.read(
     f"A kernel whose tiles stay on the chip is {by_chip:.0f} times as fast as standard attention, "
     f"and "
     + (
-        "skipping tiles doubles that, to "
+        "working in stages doubles that, to "
         if twice
-        else f"skipping tiles makes it {times_as_fast['first kernel']:.1f} times as fast again: "
+        else f"working in stages makes it {times_as_fast['first kernel']:.1f} times as fast again: "
     )
     + f"{times_as_fast['PyTorch']:.0f} times."
 )

@@ -1753,7 +1753,17 @@ lab.read(
         else f"A consumer weighs for {weighs_5:,.0f} cycles, and its sum runs for at least the "
         f"first {overlap:,.0f} of them, if the units serve in order."
     )
-    + (" Why rung 3 is even slower, we do not know." if branch_slower else "")
+    + (
+        (
+            " With stamps, rung 5 even needs fewer cycles per tile than rung 2; without them it is "
+            "no faster."
+            if faster_with_stamps
+            else ""
+        )
+        + " Why rung 3 is slower, we do not know."
+        if branch_slower
+        else ""
+    )
     + " An overlap therefore needs two checks: whether it exists, in the SASS, and whether it "
     "pays, by timing the kernel."
 )

@@ -1225,8 +1225,8 @@ between = all(
     for two, one, first in zip(of_two, of_matmul, of_first, strict=True)
 )
 lab.read(
-    f"**At every size, this simple kernel reaches at least {100 * min(of_first):.0f} % of the "
-    "speed of a copy.** PyTorch's two operations reach "
+    f"**With rows of 4,096, this simple kernel reaches at least {100 * min(of_first):.0f} % of "
+    "the speed of a copy, however many there are.** PyTorch's two operations reach "
     + (
         "less than half. "
         if max(of_two) < 0.5

@@ -1953,8 +1953,8 @@ lab.together(
 # --------------
 #
 # Three mistakes make layer norm silently wrong. The first two appeared above: to compute the
-# variance from squares, and to leave the mean uncorrected. The third is to omit ``tl.where``. Each
-# zero of the padding, which here fills up a block of 1,024, then adds the square of the mean:
+# variance from squares, and to leave a float32 mean uncorrected. The third is to omit ``tl.where``.
+# Each zero of the padding, which here fills up a block of 1,024, then adds the square of the mean:
 #
 # .. code-block:: python
 #

@@ -1937,7 +1937,8 @@ lab.read(
 # -----------------------
 #
 # The recurrence matters most in attention, :math:`\mathrm{softmax}(qk^\top)v`: a sum of the rows of
-# :math:`v`, weighted by the softmax of far more scores than fit on a chip. A program therefore
+# :math:`v`, weighted by the softmax of one row of scores per query: with many queries, far more
+# scores than fit on a chip. A program therefore
 # walks over the keys in blocks and carries, for each query, the pair and the weighted sum so far.
 # ``alpha`` rescales that sum too: ``acc = acc * alpha + p @ v``, where ``p`` holds the exponentials
 # of a block. After the last block, ``acc / d`` is the result. This is how attention gets by with
