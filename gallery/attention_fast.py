@@ -1864,7 +1864,7 @@ worth = {
     for name in list(LADDER)[1:-1]
 }
 most = max(worth, key=worth.get)
-alone, ahead_of = "two programs", "one iteration ahead"
+alone = "two programs"
 
 # %%
 

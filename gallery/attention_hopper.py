@@ -1708,7 +1708,6 @@ lab.draw(
 # %%
 
 # Reading
-for_own_sum = mean_cycles(traced.rows, "no turns", "weighed", "sum")
 seen_late = [
     seen - end
     for _, end, _, what, seen in on_units(traced.rows, "no turns")

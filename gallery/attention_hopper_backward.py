@@ -348,12 +348,6 @@ assert not simulate(**machine_and_heads, backwards=True)  # ids descend: it stan
 
 
 # Drawing
-def at_work(ticks):
-    """The share of ticks in which an SM works."""
-    worked = sum(bool(cell and cell[2]) for tick in ticks for cell in tick)
-    return worked / (len(ticks) * len(ticks[0]))
-
-
 SHOWN = {
     "full, all tiles of a head at once": simulate(8, 4, 8, False),
     "causal, all tiles of a head at once": simulate(8, 4, 8, True),
@@ -2763,7 +2757,6 @@ def counts(one, other):
     return one > (1 + SCATTER) * other
 
 
-ahead = [row for row in at_points if counts(row["in order"], row["two sweeps"])]
 slower = [row for row in at_points if counts(row["two sweeps"], row["in order"])]
 # how far one kernel differs that the page times twice
 twice = [

@@ -1898,7 +1898,6 @@ at_copy_speed = {  # microseconds
     / steps.rate("copy", **long)
     for what, where in AT.items()
 }
-reading = at_copy_speed[f"{KEY_LENGTHS[0]:,} keys"]
 lab.read(
     (
         f"**With {KEY_LENGTHS[0]:,} keys, even the fastest version reaches only {100 * most:.0f} % "

@@ -2330,7 +2330,7 @@ past_loop = [
     > 1.02 * backward.share("loop", rows=rows)
 ]
 as_slow = abs(of_backward["rows_backward"] - of_backward["PyTorch"]) < 1
-[(first_one, second_one)] = [
+[(_, second_one)] = [
     (row["first launch (µs)"], row["second launch (µs)"]) for row in launched.rows[:1]
 ] or [(nan, nan)]
 parts_mib, fewer_mib = [
@@ -2341,7 +2341,7 @@ first_time, loop_time, their_time = (
     1e3 * backward.milliseconds_at(name, rows=2**16)
     for name in ("rows_backward", "loop", "PyTorch")
 )
-[sums_before, sums_after] = [row["rows of sums"] for row in launched.rows] or [nan] * 2
+[_, sums_after] = [row["rows of sums"] for row in launched.rows] or [nan] * 2
 lab.read(
     f"**With 65,536 rows, {sums_after:,} rows of sums are left, and the backward pass takes "
     f"{loop_time:,.0f} µs instead of {first_time:,.0f}.** "

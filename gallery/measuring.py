@@ -479,7 +479,6 @@ def calls_in_a_row(rounds=5):
 
 # Measuring
 in_a_row = lab.measure("A softmax of 64 × 1,024, by clock and wait", calls_in_a_row)
-per_call = {n: cell(in_a_row, n, "µs per call, median") for n in IN_A_ROW}
 
 # %%
 

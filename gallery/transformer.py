@@ -3094,11 +3094,6 @@ dearer = {  # by how many milliseconds each of our operators lengthens the launc
 }
 
 
-def middle_of(row, what="host"):
-    """The middle 60 % of some times, as text."""
-    return "{:.0f} to {:.0f}".format(*(row[f"{what} {q}, ms"] for q in ("p20", "p80")))
-
-
 # %%
 
 # Reading
