@@ -1,5 +1,6 @@
 """What compilers, fake tensors and torch.func see of the operators."""
 
+import re
 import sys
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_fw_bw_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -143,8 +145,10 @@ def _poisoned_memory():
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
+    """Nothing is compiled yet, and nothing comes from the disk."""
     torch._dynamo.reset()
-    yield
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
     torch._dynamo.reset()
 
 
@@ -163,6 +167,60 @@ def test_compiled_is_eager(function, draw, backend):
     torch.testing.assert_close(grads, truth)
     assert expected.abs().sum() > 0
     assert all(g.abs().sum() > 0 for g in truth)
+
+
+SHOWN = {
+    "softmax": (["row_fwd_kernel"], ["row_bwd_kernel"]),
+    "softmax, inside": (["row_fwd_kernel"], []),  # backward reads a y that is not contiguous
+    "layer_norm": (["row_fwd_kernel"], ["row_bwd_kernel", "buffer_sum_kernel"]),
+    "layer_norm, 16 bits": (["row_fwd_kernel"], ["row_bwd_kernel", "buffer_sum_kernel"]),
+    "masked_dropout": (["masked_dropout_kernel"],) * 2,
+    "seeded by a tensor": (["seeded_dropout_kernel"],) * 2,
+}
+"""Kernels that compiled code launches itself, in forward and in backward."""
+
+
+@pytest.mark.skipif(runtime.INTERPRETED, reason="needs a GPU")
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_code_launches_the_kernels_that_are_shown(name):
+    function, draw = CASES[name]
+    inputs = differentiable(draw(64))
+    compiled = torch.compile(function, fullgraph=True)
+    _, codes = run_fw_bw_and_get_code(lambda: compiled(*inputs))
+    for code, kernels in zip(codes, SHOWN.get(name, [[]]), strict=False):
+        assert ("torch.ops.kernelbook" in code) == (not kernels)
+        for kernel in kernels:
+            assert len(re.findall(rf"{kernel}_\d\.run\(", code)) == 1
+    if name == "seeded by a tensor":  # the launch is all: nothing is copied for it
+        assert codes[0].count(".run(") == 1
+
+
+@pytest.mark.skipif(runtime.INTERPRETED, reason="needs a GPU")
+@pytest.mark.parametrize("p", [0.0, 2**-32, 0.1, 0.5, 1 - 2**-31])
+def test_a_compiled_dropout_takes_any_probability(p):
+    x = torch.ones(4097, device=DEVICE)
+    seed = torch.tensor(3, device=DEVICE)
+    compiled = torch.compile(lambda x: kernelbook.seeded_dropout(x, p, seed), fullgraph=True)
+    assert torch.equal(compiled(x), kernelbook.seeded_dropout(x, p, 3))
+
+
+@pytest.mark.skipif(runtime.INTERPRETED, reason="needs a GPU")
+@pytest.mark.parametrize("name", ["softmax", "layer_norm", "masked_dropout", "seeded by a tensor"])
+@pytest.mark.parametrize("n_cols", [1001, 2050])
+@pytest.mark.filterwarnings("ignore:TensorFloat32")
+def test_compiled_code_may_pad_rows(name, n_cols):
+    """A matmul lets the compiler pad the rows of what it reads, which a kernel reads as well."""
+    x, matrix = randn(300, n_cols), randn(n_cols, 8)
+    more = {"layer_norm": parameters(n_cols), "seeded by a tensor": (torch.tensor(5).to(DEVICE),)}
+
+    def model(x, matrix, *more):
+        x = x.sin()
+        y = CASES[name][0](x, *more)
+        return x @ matrix, y @ matrix, y.cos()
+
+    inputs = x, matrix, *more.get(name, ())
+    padding = {"rtol": 1e-3, "atol": 1e-3}  # moves numbers, and changes results by about 1
+    torch.testing.assert_close(torch.compile(model)(*inputs), model(*inputs), **padding)
 
 
 @ALL
@@ -243,7 +301,8 @@ CALLS = {
     "layer_norm_backward": (
         OPERATORS.layer_norm_backward,
         lambda: (
-            randn(3, 24), randn(3, 24), *parameters(24), randn(2, 3), [24], [True, True, False]
+            randn(3, 24), randn(3, 24), *parameters(24), randn(3), randn(3), [24],
+            [True, True, False],
         ),
     ),
     "attention": (

@@ -900,6 +900,13 @@ FOUND = {
         "layer_norm",
         LayerNorm(Numbers((16, 300), shift=1000.0), path="loop"),
     ),
+    "a mean that an fma rounds twice": (
+        "layer_norm",
+        LayerNorm(
+            Numbers((1, 1, 2, 255), "float16", magnitude=0.001, shift=-1.0),
+            dy=Numbers((1, 1, 2, 255), "float16", shift=1.0, seed=131072),
+        ),
+    ),
     "a variance too large": ("layer_norm", LayerNorm(Numbers((2, 100), magnitude=1e20))),
     "a variance too large, bfloat16": (
         "layer_norm",

@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 
 from kernelbook import runtime
-from kernelbook.ops import checks, library
-from kernelbook.ops.launch import Launch, planned
+from kernelbook.ops import checks, library, visible
+from kernelbook.ops.launch import planned
+from kernelbook.ops.visible import VisibleLaunch
 
 BLOCK_SIZE, NUM_WARPS = 1024, 4
 """Elements and warps per program: eight elements per thread, one 16-byte load in 16 bits and two in
@@ -83,17 +84,17 @@ def _dropped(
     random = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
 
     # -- decide: keep and scale
-    keep = random >= threshold.to(tl.uint32)
+    keep = random >= tl.cast(threshold, tl.uint32)
     return tl.where(keep, x.to(tl.float32) * scale, 0.0)
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit(do_not_specialize=["seed", "threshold"])
 def seeded_dropout_kernel(
     x_ptr,  # input, n_elements
     y_ptr,  # output, n_elements
     seed,  # an integer, or a pointer to one
     n_elements,
-    threshold: tl.uint32,  # p * 2**32
+    threshold,  # p * 2**32, or the integer of 32 bits that has the same bits
     scale,  # 1 / (1 - p)
     BLOCK_SIZE: tl.constexpr,
     N_ROUNDS: tl.constexpr,
@@ -117,10 +118,10 @@ def seeded_dropout_kernel(
 
 
 @planned
-def _plan(kernel, n_elements: int, *numbers: float, **constants: int) -> Launch:
+def _plan(kernel, n_elements: int, *numbers: float, **constants: int) -> VisibleLaunch:
     grid = (runtime.cdiv(n_elements, BLOCK_SIZE),)
-    return Launch(kernel, grid, n_elements, *numbers, BLOCK_SIZE=BLOCK_SIZE, **constants,
-                  num_warps=NUM_WARPS)  # fmt: skip
+    return VisibleLaunch(kernel, grid, n_elements, *numbers, BLOCK_SIZE=BLOCK_SIZE, **constants,
+                         num_warps=NUM_WARPS)  # fmt: skip
 
 
 def _run(kernel, x: torch.Tensor, mask_or_seed: torch.Tensor | int, *numbers, **constants):
@@ -149,6 +150,8 @@ def _seeded_dropout(
 ) -> torch.Tensor:
     # I/O: read x + write y
     threshold, scale = min(round(p * 2**32), 2**32 - 1), 1 / (1 - p)
+    if threshold >= 2**31:
+        threshold -= 2**32  # compilers hand integers of 32 bits to a kernel, and these have a sign
     return _run(seeded_dropout_kernel, x, seed, threshold, scale, N_ROUNDS=n_rounds)
 
 
@@ -221,6 +224,8 @@ _SEEDED = library.Operator(
     setup_context=_keep_seed,
     backward=seeded_gradient,
 )
+visible.show(_MASKED, masked_dropout_kernel)
+visible.show(_SEEDED, seeded_dropout_kernel, where=lambda x, p, seed, tensor: tensor is not None)
 
 
 # -- the public functions

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kernelbook import runtime
-from kernelbook.ops.launch import Launch, planned
+from kernelbook.ops.launch import planned
 from kernelbook.ops.layer_norm import tuned
 from kernelbook.ops.layer_norm.forward import (
     PIECES,
@@ -29,6 +29,7 @@ from kernelbook.ops.rows.exchange import collect, publish, to_slot, wait
 from kernelbook.ops.rows.packed import come_in_pairs, narrow, widen
 from kernelbook.ops.rows.sums import two_sums
 from kernelbook.ops.rows.units import in_units, unit_of
+from kernelbook.ops.visible import VisibleLaunch
 
 
 @triton.jit
@@ -416,7 +417,7 @@ def _row_launch(n_rows, n_cols, strides, itemsizes, device, reduction, n_program
     if itemsizes[0] != itemsizes[1]:  # each thread loads other elements of x than of dy
         waiting += rows * block * min(itemsizes)  # exchanged in shared memory
     stages = tuned.BWD_STAGES if waiting <= runtime.shared_memory(device) else 1
-    return programs, Launch(
+    return programs, VisibleLaunch(
         row_bwd_kernel, (programs,), *strides, n_rows, n_cols,
         buffers_of(reduction, programs), rows, block, stages, unit_of(n_cols, *strides),
         num_warps=num_warps,

@@ -19,18 +19,21 @@ Sources: Ba, Kiros, Hinton, "Layer normalization", arXiv:1607.06450, 2016. Chan,
 correction, and the merge of parts).
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
 from kernelbook import runtime
-from kernelbook.ops.launch import Launch, planned
+from kernelbook.ops.launch import planned
 from kernelbook.ops.layer_norm import tuned
 from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.exchange import collect, publish, to_slot, wait
 from kernelbook.ops.rows.packed import come_in_pairs, narrow, widen
 from kernelbook.ops.rows.sums import INTERPRETED, two_sums
 from kernelbook.ops.rows.units import in_units, unit_of
+from kernelbook.ops.visible import VisibleLaunch
 
 PIECES = tl.constexpr(4)
 
@@ -62,10 +65,12 @@ def divide(total, count):
     """total / count, and the last bit as well: the mean of equal numbers is that number.
 
     ``/`` on a GPU may be off by an ulp, and the exact division costs dozens of registers. In the
-    interpreter ``/`` is exact, and its fma rounds twice.
+    interpreter ``/`` is exact, and an fma, which rounds twice there, would only spoil it.
     """
+    if INTERPRETED:
+        return total / count
     count = 1.0 * count
-    quotient = total / count if INTERPRETED else total * (1 / count)
+    quotient = total * (1 / count)
     return tl.fma(tl.fma(-quotient, count, total), 1 / count, quotient)
 
 
@@ -464,15 +469,15 @@ def _forward(
     looping: bool = False,
     keep_statistics: bool = True,
     y: torch.Tensor | None = None,
-    statistics: torch.Tensor | None = None,
+    statistics: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Normalise each row of a matrix whose rows are contiguous. Return y, mean and rstd.
 
     ``looping`` asks for the kernel that reads a row three times, whatever its length. Without
     ``keep_statistics``, mean and rstd are None: small as they are, at 1,024 columns of bfloat16
     storing them took an H200 two per cent of the time. ``y`` is where the result goes, of
-    any shape and dtype and contiguous, and ``statistics``, (2, n_rows), where mean and rstd go;
-    both are allocated unless given.
+    any shape and dtype and contiguous, and ``statistics``, (n_rows) each, where mean and rstd go;
+    all are allocated unless given.
     """
     # I/O: read x + write y (weight, bias, mean and rstd are small)
     n_rows, n_cols = x.shape
@@ -480,8 +485,9 @@ def _forward(
     mean, rstd = None, None
     if keep_statistics:
         if statistics is None:
-            statistics = torch.empty((2, n_rows), dtype=torch.float32, device=x.device)
-        mean, rstd = statistics.unbind()
+            rows = {"dtype": torch.float32, "device": x.device}
+            statistics = torch.empty(n_rows, **rows), torch.empty(n_rows, **rows)
+        mean, rstd = statistics
     tensors = (x, weight, bias, y, mean, rstd)
     stride = x.stride(0)
     block = runtime.next_power_of_2(n_cols)
@@ -518,10 +524,10 @@ def _forward(
 
 
 @planned
-def _row_launch(n_rows: int, n_cols: int, stride: int, itemsize: int, eps: float) -> Launch:
+def _row_launch(n_rows: int, n_cols: int, stride: int, itemsize: int, eps: float) -> VisibleLaunch:
     block = runtime.next_power_of_2(n_cols)
     rows = max(1, tuned.TILE // (block * itemsize))
-    return Launch(
+    return VisibleLaunch(
         row_fwd_kernel, (runtime.cdiv(n_rows, rows),), stride, n_rows, n_cols, eps, rows, block,
         unit_of(n_cols, stride), num_warps=tuned.row_warps(block, itemsize),
     )  # fmt: skip

@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook import runtime
-from kernelbook.ops import checks, library
-from kernelbook.ops.layer_norm.backward import _backward
-from kernelbook.ops.layer_norm.forward import _forward
+from kernelbook.ops import checks, library, visible
+from kernelbook.ops.layer_norm import tuned
+from kernelbook.ops.layer_norm.backward import _backward, row_bwd_kernel
+from kernelbook.ops.layer_norm.forward import _forward, row_fwd_kernel
+from kernelbook.ops.layer_norm.sums import buffer_sum_kernel
 from kernelbook.ops.rows.matrix import as_rows, empty_result, rounded
 
 
@@ -36,19 +38,24 @@ def _run(
     eps: float,
     keep: bool,
     dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return y in a dtype and, if they are to be kept, the mean and rstd of each row, (2, rows)."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return y in a dtype, and mean and rstd of each row, which are empty unless they are kept."""
     n_cols = prod(shape)
     y = empty_result(x, -1, runtime.kernel_dtype(dtype))
-    kept = (2, x.numel() // n_cols if keep else 0)
-    statistics = torch.empty(kept, dtype=torch.float32, device=x.device)
+    statistics = _empty_statistics(x, n_cols, keep)
     if x.numel():
         with runtime.launching_on(x):
             _forward(
                 as_rows(x, n_cols), _as_parameter(weight), _as_parameter(bias), eps,
                 keep_statistics=keep, y=y, statistics=statistics,
             )  # fmt: skip
-    return rounded(y, dtype), statistics
+    return rounded(y, dtype), *statistics
+
+
+def _empty_statistics(x: torch.Tensor, n_cols: int, keep: bool) -> list[torch.Tensor]:
+    """Allocate mean and rstd, each a tensor: compiled code can hand no kernel a view to fill."""
+    rows = x.numel() // n_cols if keep else 0
+    return [torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2)]
 
 
 def _run_backward(
@@ -56,13 +63,14 @@ def _run_backward(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    statistics: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
     shape: Sequence[int],
     needed: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return dx, dw and db; what is not needed is empty."""
     if not x.numel():
-        results = _fake_backward(dy, x, weight, bias, statistics, shape, needed)
+        results = _fake_backward(dy, x, weight, bias, mean, rstd, shape, needed)
         return tuple(result.zero_() for result in results)
     n_cols = prod(shape)
     needs_dx, needs_dw, needs_db = needed
@@ -71,7 +79,8 @@ def _run_backward(
         _, dw, db = _backward(
             as_rows(x, n_cols),
             _as_parameter(weight),
-            *statistics.unbind(),
+            mean,
+            rstd,
             as_rows(dy, n_cols),
             runtime.kernel_dtype(weight.dtype) if needs_dw else None,
             runtime.kernel_dtype(bias.dtype) if needs_db else None,
@@ -94,22 +103,22 @@ def _result(
 
 def _setup_context(ctx, inputs, output):
     x, weight, bias, ctx.shape, ctx.eps, *_ = inputs
-    statistics = output[1]
-    ctx.save_for_backward(x, weight, bias, statistics)
-    ctx.mark_non_differentiable(statistics)
+    _, *statistics = output
+    ctx.save_for_backward(x, weight, bias, *statistics)
+    ctx.mark_non_differentiable(*statistics)
     ctx.set_materialize_grads(False)
 
 
-def gradient(ctx, dy, _):
+def gradient(ctx, dy, *_):
     """Return the gradients of x, weight and bias."""
-    x, weight, bias, statistics = ctx.saved_tensors
+    x, weight, bias, mean, rstd = ctx.saved_tensors
     needed = ctx.needs_input_grad[:3]
     if dy is None:
         return (None,) * 7
     if torch.is_grad_enabled():
         grads = _backward_in_torch(ctx, x, weight, bias, dy)
     else:
-        grads = _LAYER_NORM_BACKWARD(dy, x, weight, bias, statistics, ctx.shape, list(needed))
+        grads = _LAYER_NORM_BACKWARD(dy, x, weight, bias, mean, rstd, ctx.shape, list(needed))
     return *(dx if n else None for dx, n in zip(grads, needed, strict=True)), *(None,) * 4
 
 
@@ -139,12 +148,10 @@ def _backward_in_torch(ctx, x, weight, bias, dy):
 
 
 def _fake(x, weight, bias, shape, eps, keep, dtype):
-    rows = x.numel() // prod(shape) if keep else 0
-    statistics = torch.empty((2, rows), dtype=torch.float32, device=x.device)
-    return empty_result(x, -1, dtype), statistics
+    return empty_result(x, -1, dtype), *_empty_statistics(x, prod(shape), keep)
 
 
-def _fake_backward(dy, x, weight, bias, statistics, shape, needed):
+def _fake_backward(dy, x, weight, bias, mean, rstd, shape, needed):
     return tuple(
         torch.empty(of.shape, dtype=of.dtype, device=of.device) if n else _nothing(x)
         for of, n in zip((x, weight, bias), needed, strict=True)
@@ -156,13 +163,13 @@ def _batch(info, in_dims, x, weight, bias, shape, eps, keep, dtype):
     x = library.batched(info, in_dims[0], x)
     shared = all(d is None for d in in_dims[1:3])
     if shared:
-        y, statistics = _LAYER_NORM.op(x, weight, bias, shape, eps, keep, dtype)
+        y, *statistics = _LAYER_NORM.op(x, weight, bias, shape, eps, keep, dtype)
     else:
-        y, statistics = _LAYER_NORM.op(x, None, None, shape, eps, keep, torch.float32)
+        y, *statistics = _LAYER_NORM.op(x, None, None, shape, eps, keep, torch.float32)
         weight, bias = _beside(info, in_dims, x, shape, weight, bias)
         y = y if weight is None else y * weight
         y = (y if bias is None else y + bias).to(dtype)
-    return (y, statistics.view(2, info.batch_size, -1)), (0, 1)
+    return (y, *(s.view(info.batch_size, -1) for s in statistics)), (0, 0, 0)
 
 
 def _beside(info, in_dims, x, shape, *parameters):
@@ -177,17 +184,20 @@ def _beside(info, in_dims, x, shape, *parameters):
     return found
 
 
-def _batch_backward(info, in_dims, dy, x, weight, bias, statistics, shape, needed):
+def _batch_backward(info, in_dims, dy, x, weight, bias, mean, rstd, shape, needed):
     """dx is that of more rows. dw and db are sums over the rows of each call, by PyTorch."""
     dy, x = (library.batched(info, d, t) for d, t in zip(in_dims, (dy, x), strict=False))
-    statistics = library.batched(info, in_dims[4], statistics).movedim(0, 1).flatten(1)
+    statistics = [
+        library.batched(info, d, s).flatten()
+        for d, s in zip(in_dims[4:6], (mean, rstd), strict=True)
+    ]
     wide, _ = _beside(info, in_dims[1:], x, shape, weight, None)
     wdy = dy.float() if wide is None else dy.float() * wide
     nothing = [False, False]
     dx = dw = db = None
     if needed[0]:
         dx, *_ = _LAYER_NORM_BACKWARD.op(
-            wdy, x.float(), None, None, statistics, shape, [True, *nothing]
+            wdy, x.float(), None, None, *statistics, shape, [True, *nothing]
         )
         dx = dx.to(x.dtype)
     rows = tuple(range(1, x.ndim - len(shape)))
@@ -202,8 +212,24 @@ def _batch_backward(info, in_dims, dy, x, weight, bias, statistics, shape, neede
     return tuple(grads), tuple(0 if n else None for n in needed)
 
 
+def _is_by_rows(x, weight, bias, shape, eps, keep, dtype):
+    """Whether a program has whole rows, as they are."""
+    longest = min(tuned.TILE_COLS, tuned.TILE_BYTES // x.itemsize)
+    return bool(x.numel()) and prod(shape) <= longest
+
+
+def _backward_is_by_rows(dy, x, weight, bias, mean, rstd, shape, needed):
+    _, *of_parameters = needed  # the kernel that sums both hands out two tensors, or none
+    return bool(x.numel()) and prod(shape) <= tuned.BWD_ROW_COLS and len(set(of_parameters)) == 1
+
+
 _LAYER_NORM = library.Operator(
-    "layer_norm", _run, fake=_fake, batch=_batch, setup_context=_setup_context, backward=gradient
+    "layer_norm",
+    _run,
+    fake=_fake,
+    batch=_batch,
+    setup_context=_setup_context,
+    backward=gradient,
 )
 _LAYER_NORM_BACKWARD = library.Operator(
     "layer_norm_backward",
@@ -212,6 +238,8 @@ _LAYER_NORM_BACKWARD = library.Operator(
     batch=_batch_backward,
     **library.no_gradient("the gradient of layer_norm was to be differentiated"),
 )
+visible.show(_LAYER_NORM, row_fwd_kernel, row_bwd_kernel, buffer_sum_kernel, where=_is_by_rows)
+visible.show(_LAYER_NORM_BACKWARD, row_bwd_kernel, buffer_sum_kernel, where=_backward_is_by_rows)
 
 
 def _check_parameter(name: str, parameter: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 
 from kernelbook import runtime
-from kernelbook.ops.launch import Launch, planned
+from kernelbook.ops.launch import planned
 from kernelbook.ops.layer_norm import tuned
+from kernelbook.ops.visible import VisibleLaunch
 
 
 @triton.jit
@@ -85,11 +86,11 @@ def _buffers(x, wanted, reduction, programs, locks_a_buffer):
     if reduction == "lock":
         allocate = torch.zeros
         locks = torch.zeros(n_buffers * locks_a_buffer, dtype=torch.int32, device=x.device)
-    shape = (len(wanted) - wanted.count(None), n_buffers, x.shape[1])
-    sums = allocate(shape, dtype=torch.float32, device=x.device).unbind()
-    if len(sums) < len(wanted):
-        of_each = iter(sums)
-        sums = tuple(None if dtype is None else next(of_each) for dtype in wanted)
+    shape = (n_buffers, x.shape[1])
+    sums = tuple(
+        None if dtype is None else allocate(shape, dtype=torch.float32, device=x.device)
+        for dtype in wanted
+    )
     return sums, locks, n_buffers
 
 
@@ -107,8 +108,8 @@ def _add_buffers(sums, wanted):
 
 
 @planned
-def _sum_launch(n_buffers: int, n_cols: int, gradients: int) -> Launch:
+def _sum_launch(n_buffers: int, n_cols: int, gradients: int) -> VisibleLaunch:
     grid = (runtime.cdiv(n_cols, tuned.SUM_COLS), gradients)
-    return Launch(
+    return VisibleLaunch(
         buffer_sum_kernel, grid, n_buffers, n_cols, tuned.SUM_ROWS, tuned.SUM_COLS, num_warps=4
     )

@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 
 from kernelbook import runtime
-from kernelbook.ops.launch import Launch, planned
+from kernelbook.ops.launch import planned
 from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.exchange import collect, publish, to_slot, wait
 from kernelbook.ops.rows.units import in_units, unit_of
 from kernelbook.ops.softmax import tuned
+from kernelbook.ops.visible import VisibleLaunch
 
 
 @triton.jit
@@ -135,10 +136,10 @@ def _backward(y: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, algorithm: st
 
 
 @planned
-def _row_launch(n_rows: int, n_cols: int, stride: int) -> Launch:
+def _row_launch(n_rows: int, n_cols: int, stride: int) -> VisibleLaunch:
     block = runtime.next_power_of_2(n_cols)
     rows = max(1, 1024 // block)
-    return Launch(
+    return VisibleLaunch(
         row_bwd_kernel, (runtime.cdiv(n_rows, rows),), stride, n_rows, n_cols, rows, block,
         unit_of(n_cols, stride), num_warps=min(16, max(1, rows * block // 1024)),
     )  # fmt: skip

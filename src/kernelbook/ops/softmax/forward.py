@@ -22,12 +22,13 @@ import triton
 import triton.language as tl
 
 from kernelbook import runtime
-from kernelbook.ops.launch import Launch, planned
+from kernelbook.ops.launch import planned
 from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.exchange import collect, publish, to_slot, wait
 from kernelbook.ops.rows.packed import come_in_pairs, minus_infinities, narrow, widen
 from kernelbook.ops.rows.units import in_units, unit_of
 from kernelbook.ops.softmax import tuned
+from kernelbook.ops.visible import VisibleLaunch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -271,10 +272,10 @@ def _row_forward(x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 @planned
-def _row_launch(n_rows: int, n_cols: int, stride: int) -> Launch:
+def _row_launch(n_rows: int, n_cols: int, stride: int) -> VisibleLaunch:
     block = runtime.next_power_of_2(n_cols)
     rows = max(1, 2048 // block)
-    return Launch(
+    return VisibleLaunch(
         row_fwd_kernel, (runtime.cdiv(n_rows, rows),), stride, n_rows, n_cols, rows, block,
         unit_of(n_cols, stride), num_warps=max(1, rows * block // 2048),
     )  # fmt: skip

@@ -3,11 +3,11 @@
 import torch
 
 from kernelbook import runtime
-from kernelbook.ops import checks, library
+from kernelbook.ops import checks, library, visible
 from kernelbook.ops.rows.matrix import as_rows, empty_result, empty_rows, rounded
 from kernelbook.ops.softmax import tuned
-from kernelbook.ops.softmax.backward import _backward
-from kernelbook.ops.softmax.forward import _forward
+from kernelbook.ops.softmax.backward import _backward, row_bwd_kernel
+from kernelbook.ops.softmax.forward import _forward, row_fwd_kernel
 
 ALGORITHMS = ("auto", "row", "three_pass", "online", "online_2d")
 
@@ -92,8 +92,22 @@ def _in_batch(dim: int) -> int:
     return dim if dim < 0 else dim + 1
 
 
+def _is_by_rows(x, dim, algorithm):
+    """Whether a program has whole rows, as they are."""
+    return bool(x.numel()) and algorithm == "row" and _columns(x, dim) <= tuned.TILE_COLS
+
+
+def _backward_is_by_rows(y, dy, dim, algorithm):
+    return _is_by_rows(y, dim, algorithm)
+
+
 _SOFTMAX = library.Operator(
-    "softmax", _run, fake=_fake, batch=_batch, setup_context=_setup_context, backward=_gradient
+    "softmax",
+    _run,
+    fake=_fake,
+    batch=_batch,
+    setup_context=_setup_context,
+    backward=_gradient,
 )
 _SOFTMAX_BACKWARD = library.Operator(
     "softmax_backward",
@@ -103,6 +117,8 @@ _SOFTMAX_BACKWARD = library.Operator(
     setup_context=_setup_second_context,
     backward=_second_gradient,
 )
+visible.show(_SOFTMAX, row_fwd_kernel, row_bwd_kernel, where=_is_by_rows)
+visible.show(_SOFTMAX_BACKWARD, row_bwd_kernel, where=_backward_is_by_rows)
 
 
 @checks.also_named(input="x")
