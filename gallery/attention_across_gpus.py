@@ -364,9 +364,17 @@ errors = [
 on_one = F.scaled_dot_product_attention(*drawn, is_causal=True)
 error_of_one = (on_one.double() - truth).abs().max().item()
 assert max(errors) < 0.05
+of_loop, of_package = (f"{error:.4f}" for error in errors)
+in_16_bits = ", which adds in 16 bits on two ranks," if ranks.world == 2 else ""
 lab.read(
-    f"On {ranks.world} ranks, this loop and the package come within {max(errors):.4f} of float64; "
-    "PyTorch's attention on one device, which rounds less often, comes within "
+    (
+        f"On {ranks.world} ranks, this loop and the package{in_16_bits} both come within {of_loop} "
+        "of float64. "
+        if of_loop == of_package
+        else f"On {ranks.world} ranks, this loop comes within {of_loop} of float64, and the "
+        f"package{in_16_bits} within {of_package}. "
+    )
+    + "PyTorch's attention on one device, which rounds less often, comes within "
     f"{error_of_one:.4f}."
 )
 
@@ -523,8 +531,8 @@ lab.source(ring._exchange)
 #
 # We compare the outputs and gradients of both methods with float64 on two ranks; three and four
 # ranks run only in the package's tests. The tolerance is four times the error of PyTorch's
-# attention on one device, or two :term:`ulps <ulp>` where that is more, because two terms and their
-# sum are each rounded to 16 bits, by up to half an ulp.
+# attention on one device, but at least two :term:`ulps <ulp>`: our two terms and their sum are each
+# rounded to 16 bits by up to half an ulp, so rounding alone may cost one and a half.
 
 # Measuring
 METHODS = {
@@ -865,13 +873,38 @@ between_sweeps = max(
     abs(percent("Kernel Book", n) - 100 * beside.share("Kernel Book", seqlen=n))
     for n in PEER_LENGTHS
 )
-in_doubt = [n for n in LENGTHS if abs(gains[n]) <= between_sweeps]
+
+
+def rounds_of(name, n):
+    """The fastest and the slowest of three rounds, in milliseconds, from their quantiles."""
+    p20, ms, p80 = speed.at(provider=name, seqlen=n)[["p20", "ms", "p80"]].mean()
+    # Of three rounds p20 and p80 lie 0.6 of the way from the median to the ends.
+    return ms - (ms - p20) / 0.6, ms + (p80 - ms) / 0.6
+
+
+def apart(n):
+    """The least and the most that hiding saves between a round of each version, in ms."""
+    ours, waiting = (rounds_of(name, n) for name in ("Kernel Book", "zig-zag"))
+    return waiting[0] - ours[1], waiting[1] - ours[0]
+
+
+in_doubt = [
+    n
+    for n in LENGTHS
+    if abs(gains[n]) <= between_sweeps or apart(n)[0] <= 0 <= apart(n)[1]
+]
+slow_or_fast = rounds_of("zig-zag", length)
 lab.read(
     ("**The layout brings the larger gain.** " if by_layout > by_hiding else "")
     + f"At {length:,} tokens, zig-zag saves {took['contiguous'] - took['zig-zag']:.0f} of "
     f"{took['contiguous']:.0f} ms, and the version that also hides the transfers "
     + (
-        f"takes {saved_ms:.0f} ms less still. "
+        f"takes {saved_ms:.0f} ms less still"
+        + (
+            ", although single rounds of zig-zag differ by as much. "
+            if slow_or_fast[1] - slow_or_fast[0] > 0.8 * saved_ms
+            else ". "
+        )
         if saved_ms > 0
         else f"takes {-saved_ms:.0f} ms more. "
     )
@@ -889,17 +922,8 @@ lab.read(
 
 
 # Reading
-def rounds_of(name, n):
-    """The fastest and the slowest of three rounds, in milliseconds, from their quantiles."""
-    p20, ms, p80 = speed.at(provider=name, seqlen=n)[["p20", "ms", "p80"]].mean()
-    # Of three rounds p20 and p80 lie 0.6 of the way from the median to the ends.
-    return ms - (ms - p20) / 0.6, ms + (p80 - ms) / 0.6
-
-
 gained = [n for n in LENGTHS if n not in in_doubt and not gains[n] < 0]
 given_up = [n for n in LENGTHS if n not in in_doubt and gains[n] < 0]
-
-
 ours_took, zigzag_took = (rounds_of(name, first) for name in ("Kernel Book", "zig-zag"))
 at_first = {name: speed.milliseconds_at(name, seqlen=first) for name in RUNGS}
 one_gpu = WORLD * speed.milliseconds_at("ideal", seqlen=first)
@@ -1117,8 +1141,8 @@ lab.together(
         ("Short sequences scale worse in every version. " if lost else "")
         + why_short
         + (
-            " Zig-zag, too, gains less on shorter sequences, probably because counting scores "
-            "leaves out transfers and launches."
+            " Zig-zag, too, gains less on shorter sequences than counting scores promises; the "
+            "count leaves out transfers and launches, whose shares we did not separate."
             if max(balanced[n] for n in LENGTHS[:-1]) < balanced[last] < promised
             else ""
         )
@@ -1142,7 +1166,14 @@ effects = [
 lab.read(
     "A bar is the median of three rounds, each as long as its slowest rank. Two measurements of "
     f"our ring differ by up to {between_sweeps:.1f} points of linear scaling. Hiding the "
-    f"transfers {' and '.join(part for part in (', '.join(effects[:-1]), effects[-1]) if part)}."
+    f"transfers {' and '.join(part for part in (', '.join(effects[:-1]), effects[-1]) if part)}. "
+    + "; ".join(
+        f"at {n:,} tokens, the rounds of zig-zag take {waiting[0]:.1f} to {waiting[1]:.1f} ms, and "
+        f"with transfers hidden {hidden[0]:.1f} to {hidden[1]:.1f}"
+        for n in LENGTHS
+        for waiting, hidden in [(rounds_of("zig-zag", n), rounds_of("Kernel Book", n))]
+    ).capitalize()
+    + "."
 )
 
 # %%
@@ -1360,7 +1391,7 @@ def tensors(held, size):
 
 kept = LAYERS * KEPT * MEMORY_LENGTH * per_token / 2**30
 lab.read(
-    f"**What is kept for the backward pass is shared evenly.** By the count at the top of this "
+    "**The tensors kept for the backward pass are shared evenly.** By the count at the top of this "
     f"page, {LAYERS} layers keep {kept:.0f} GiB for {MEMORY_LENGTH:,} tokens on one GPU, or "
     f"{kept / most:.0f} GiB on each of {most}. A layer's peak memory falls by only "
     f"{100 * (1 - together / gib.get(1, nan)):.0f} %, because parts and gradients in transit add "
@@ -1397,10 +1428,26 @@ lab.together(
 # One call in a profiler
 # ----------------------
 #
-# To see which transfers hide, we profile both versions of zig-zag on rank 0, with 16,384 tokens per
-# rank. A call makes four transfers: keys and values in the forward pass (1) and in the backward
-# pass (2), their gradients (3), and the complete gradients on their way home (4). A transfer's bar
-# includes the wait for the other rank.
+# Which of the transfers hide?
+
+# %%
+
+# Reading
+profiled = 16384 // SHRINK * WORLD
+between = (
+    ", a length between the two shorter ones timed above"
+    if LENGTHS[0] < profiled < LENGTHS[1]
+    else ""
+)
+lab.read(
+    f"We profile both versions of zig-zag on rank 0, with {profiled:,} tokens, "
+    f"{profiled // WORLD:,} on each rank{between}. With two ranks, a call makes four transfers: "
+    "keys and values in the forward pass (1) and in the backward pass (2), their gradients (3), "
+    "and the complete gradients on their way home (4). A transfer's bar includes the wait for the "
+    "other rank."
+)
+
+# %%
 
 # Measuring
 TRACED = 16384 // SHRINK * ranks.world
@@ -1499,39 +1546,44 @@ def forward_end(rows, version):
 
 def draw_schedule(axes, rows):
     places = []
-    ours, moving = lab.colour("Kernel Book"), lab.colour("PyTorch")
+    ours, moving, muted = lab.colour("Kernel Book"), lab.colour("PyTorch"), "#59636e"
     titles = {key: NAMES.get(name, name) for key, name in VERSIONS_TRACED.items()}
+    longest = max(lasts(rows, version) for version in VERSIONS_TRACED)
+    middle = {"ha": "center", "va": "center", "fontsize": 10}
     for number, version in enumerate(VERSIONS_TRACED):
-        top, turn = 2.7 * number, forward_end(rows, version)
-        axes.text(0, top - 0.5, titles[version], fontsize=10, color="#59636e")
+        top, turn = 2.9 * number, forward_end(rows, version)
+        axes.text(0, top - 0.55, titles[version], fontsize=10.5, color="#1f2328")
         computed = lane_rows(rows, version, "compute")
-        until = [
-            (start, min(end, turn) - start) for start, end in computed if start < turn
-        ]
-        since = [(max(start, turn), end) for start, end in computed if end > turn]
-        since = [(start, end - start) for start, end in since]
-        box = (top - 0.35, 0.7)
-        name = "attention, forward" if not number else None
-        axes.broken_barh(until, box, color=ours, linewidth=0, label=name)
-        name = "merge, then backward" if not number else None
-        axes.broken_barh(since, box, color=ours, alpha=0.5, linewidth=0, label=name)
         transfers = lane_rows(rows, version, "transfer")
+        # After the forward kernel come its merge, before transfer 2, and the backward pass.
+        second = sorted(transfers)[1][0] if len(transfers) > 1 else turn
+        for start, end, name, strength in (
+            *((a, min(b, turn), "forward", 1) for a, b in computed if a < turn),
+            *((max(a, turn), b, "backward", 0.5) for a, b in computed if b > turn),
+        ):
+            look = {"color": ours, "alpha": strength, "linewidth": 0}
+            axes.broken_barh([(start, end - start)], (top - 0.35, 0.7), **look)
+            if end - start > longest / 8:
+                if name == "backward" and start < second:
+                    name = "merge, then backward"
+                ink = "#ffffff" if strength == 1 else "#1f2328"
+                axes.text((start + end) / 2, top, name, color=ink, **middle)
+            elif name == "backward" and end <= second + longest / 100:
+                axes.text(start, top - 0.5, "merge", fontsize=9, color=muted)
         bars = [(start, end - start) for start, end in transfers]
         axes.broken_barh(bars, (top + 0.65, 0.7), color=moving, linewidth=0)
         if len(transfers) == 4:
-            for which, (start, end) in enumerate(transfers, 1):
-                look = {
-                    "ha": "center",
-                    "va": "center",
-                    "fontsize": 10,
-                    "color": "#ffffff",
-                }
-                axes.text((start + end) / 2, top + 1, str(which), **look)
+            for which, (start, end) in enumerate(sorted(transfers), 1):
+                axes.text((start + end) / 2, top + 1, which, color="#ffffff", **middle)
+        done = lasts(rows, version)
+        axes.plot([done, done], [top - 0.45, top + 1.45], color=muted, linestyle=":")
+        look = {"fontsize": 10, "color": muted, "va": "center"}
+        axes.text(done + longest / 80, top + 0.5, f"{done:.1f} ms", **look)
         places += [top, top + 1]
     axes.set_yticks(places, ["computing", "transfers"] * len(VERSIONS_TRACED))
     axes.tick_params(axis="y", length=0)
-    axes.set_ylim(max(places) + 0.6, -0.95)
-    axes.grid(axis="y", visible=False)
+    axes.set(xlim=(-longest / 50, 1.13 * longest), ylim=(max(places) + 0.6, -1.1))
+    axes.grid(visible=False)
     axes.set_xlabel("milliseconds")
 
 
@@ -1572,39 +1624,66 @@ slowed = busy(schedule.rows, "behind", "compute") - busy(
 begins = min(
     (at for at, _ in lane_rows(schedule.rows, "behind", "compute")), default=nan
 )
-of_first = min(lane_rows(schedule.rows, "behind", "transfer"), default=(nan, nan))
-lab.read(
-    "**Transfers 2 and 3 hide behind the backward pass.** Transfer 4 does not, since almost "
-    "nothing is left to compute"
-    + (
-        ", and neither does most of transfer 1, which the host launches before the first kernel. "
-        if begins > sum(of_first) / 2
-        else ". "
-    )
-    + (
-        f"Under the profiler, which slows the host, hiding shortens the call by {saved:.0f} %"
+waited_for, behind = (
+    sorted(lane_rows(schedule.rows, version, "transfer")) for version in VERSIONS_TRACED
+)
+of_first = min(behind, default=(nan, nan))
+waits, hides = (
+    sum(end - start for start, end in found[1:3]) for found in (waited_for, behind)
+)
+scaled = hides * length / profiled
+nearest, farthest = apart(length)
+lab.together(
+    lab.read(
+        "**Transfers 2 and 3 hide behind the backward pass.** Transfer 4 does not, since almost "
+        "nothing is left to compute"
         + (
-            f", although the computation takes {slowed:.1f} ms longer."
-            if slowed > 0.05
-            else "."
+            ", and neither does most of transfer 1, which the host launches before the first "
+            "kernel. "
+            if begins > sum(of_first) / 2
+            else ". "
         )
-        if saved >= 1
-        else "Under the profiler, which slows the host, hiding changes the length of the call by "
-        f"{-saved:+.0f} %."
+        + (
+            f"Under the profiler, which slows the host, hiding shortens the call by {saved:.0f} %, "
+            f"or {before - after:.1f} ms"
+            + (
+                f": the {waits:.1f} ms of transfers 2 and 3 disappear, but the computation takes "
+                f"{slowed:.1f} ms longer."
+                if slowed > 0.05
+                and abs(waits - slowed - (before - after)) < 0.1 * waits
+                else f", although the computation takes {slowed:.1f} ms longer."
+                if slowed > 0.05
+                else "."
+            )
+            if saved >= 1
+            else "Under the profiler, which slows the host, hiding changes the length of the call "
+            f"by {-saved:+.0f} %."
+        )
+        if schedule.rows or schedule.provenance is None
+        else "The profiler saw no kernel on this machine."
+    ),
+    lab.read(
+        f"At {length:,} tokens, these two transfers carry twice the bytes, so hiding them should "
+        f"save about {scaled:.1f} ms. Above, the medians lie {saved_ms:.0f} ms apart, but single "
+        f"rounds {nearest:.1f} to {farthest:.1f} ms, so the measurement does not contradict this "
+        "count."
     )
-    if schedule.rows or schedule.provenance is None
-    else "The profiler saw no kernel on this machine."
+    if WORLD == 2 and saved_ms > 0 and nearest < scaled < farthest
+    else None,
 )
 
 # %%
 # The bandwidth of the connection
 # -------------------------------
 #
-# How long must a part be to hide its transfers? A transfer is hidden if it takes no longer than the
-# computation that overlaps it. Let a rank hold :math:`n` tokens, with :math:`H` query heads of
-# :math:`D` numbers each and :math:`H_k` heads for keys and values. It computes :math:`S` FLOPs per
-# second and sends :math:`B` bytes per second to the next rank. With zig-zag, a step computes
-# :math:`n^2 / 2` scores per head, at :math:`4 D` FLOPs each, while 16-bit keys and values travel:
+# How many tokens must a rank hold so that its transfers hide? Twice as many tokens make four times
+# the scores but only twice the bytes, so with enough tokens, the computation of each step outlasts
+# the transfer beside it.
+#
+# To find this length, let a rank hold :math:`n` tokens, with :math:`H` query heads of :math:`D`
+# numbers and :math:`H_k` key heads. In a forward step of zig-zag it computes :math:`n^2 / 2` scores
+# per head, of :math:`4 D` FLOPs each, at :math:`S` FLOPs per second, while it sends its keys and
+# values, of two bytes per number, at :math:`B` bytes per second:
 #
 # .. math::
 #
@@ -1616,13 +1695,13 @@ lab.read(
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    What counts is the number of tokens *per rank*: the scores grow with its square, but the bytes
-#    only in proportion to it. Neither the head size nor, beyond two, the number of ranks matters.
+#    What counts is the number of tokens *per rank*. The head size does not matter, nor does the
+#    number of ranks once there are more than two.
 #
 # In the backward pass, a step does 2.5 times the FLOPs. With more than two ranks it sends three
 # times the bytes, because the gradients travel with the keys, in 32 bits. The factor 2 thus becomes
-# :math:`2 \cdot 3 / 2.5 = 2.4`. We measure :math:`B` by passing tensors round the ring, and
-# :math:`S` by timing single steps of each pass. Here :math:`H_k = H`.
+# :math:`2 \cdot 3 / 2.5 = 2.4`. We time single steps for :math:`S`, and pass tensors round the ring
+# for :math:`B`; here :math:`H_k = H`:
 
 # Measuring
 MEBIBYTES = (0.25, 1, 4, 16, 64, 256) if not TINY else (0.25, 1)
@@ -1702,21 +1781,55 @@ def hidden_from(which, link):
     return FACTORS[which] * flops[which] / link
 
 
+def about(tokens):
+    """A length, rounded to two digits."""
+    return float(f"{tokens:.1e}")
+
+
 links = re.search(r"NV(\d+)", of_record.get("interconnect", ""))
 per_link = 25 if re.search("V100|A100|H100|H200", of_record.get("gpu", "")) else None
 joined = "NVLink" if links else "the connection"
+speeds = {
+    which: f"S = {speed_of / 1e12:.0f} TFLOP/s" for which, speed_of in flops.items()
+}
+lab.table(
+    [
+        {
+            "connection": name,
+            "B": f"{limit}{link / 1e9:.0f} GB/s",
+            f"forward, {speeds['forward']}": (
+                f"{about(hidden_from('forward', link)):,.0f}"
+            ),
+            f"backward, {speeds['backward']}": (
+                f"{about(hidden_from('backward', link)):,.0f}"
+            ),
+        }
+        for name, limit, link in (
+            (joined, "", bandwidth),
+            ("network card, 400 Gb/s", "at most ", NETWORK),
+        )
+    ]
+    if steps.rows and sent.rows
+    else [],
+    "Tokens per rank from which transfers hide, by the formula, with more than two ranks",
+)
+
+# %%
+
+# Reading
 lab.read(
-    "**By the formula, a ring of more than two ranks hides all transfers but the last from "
-    f"{round(hidden_from('backward', bandwidth), -2):,.0f} tokens per rank over {joined}, and from "
-    f"{round(hidden_from('backward', NETWORK), -3):,.0f} over a network card.** "
-    + f"Steps of the backward pass reach {flops['backward'] / 1e12:.0f} TFLOP/s (S). "
+    f"**Over a network card, parts must be {bandwidth / NETWORK:.0f} times as long as over "
+    f"{joined}.** "
     + (
-        "NVLink, NVIDIA's connection between the GPUs of a host, carries "
-        if links
-        else "The connection carries "
+        "NVLink connects the GPUs of a host; here it carries "
+        f"{share_in_words(bandwidth / 1e9 / (per_link * int(links[1])))} of the "
+        f"{per_link * int(links[1])} GB/s that it promises in each direction. "
+        if links and per_link
+        else ""
     )
-    + f"{bandwidth / 1e9:.0f} GB/s (B), and a 400 Gb/s card between hosts at most "
-    f"{NETWORK / 1e9:.0f} GB/s."
+    + "A faster kernel needs longer parts, too, because it leaves less time to hide the same "
+    "transfers. The table has two exceptions: the last transfer never hides, and the first does "
+    "not if the host launches its kernel late, as in the profile."
 )
 
 # %%
@@ -1748,18 +1861,10 @@ lab.together(
         f"{'every transfer' if always else 'some but not all transfers'} of the forward pass; a "
         "network card at full speed hides "
         + (f"none at {' and '.join(too_long)}. " if too_long else "every one too. ")
-        + "The formula uses the speeds of the largest step and the largest transfer"
-        + (
-            f"; NVLink promises {per_link * int(links[1])} GB/s in each direction. "
-            if links and per_link
-            else ". "
-        )
-        + "Where a step takes far longer than its scores would, we see its launch rather than its "
-        f"scores. The last column divides the bytes by the card's {NETWORK / 1e9:.0f} GB/s, which "
-        "gives the least possible time: a real card also has latency. "
-        "For the forward pass, the formula predicts that transfers "
-        f"hide from {round(hidden_from('forward', bandwidth), -2):,.0f} tokens over {joined}, and "
-        f"from {round(hidden_from('forward', NETWORK), -2):,.0f} over the card."
+        + "The formula uses the speeds of the largest step and the largest transfer. Where a step "
+        "takes far longer than its scores would, we see its launch rather than its scores. "
+        f"The last column divides the bytes by the card's {NETWORK / 1e9:.0f} GB/s, which "
+        "gives the least possible time: a real card also has latency."
     ),
     steps,
     sent,
@@ -1820,11 +1925,6 @@ def reaches(world, link):
     return 2 ** float(numpy.interp(GOOD, shares, numpy.log2(PER_RANK)))
 
 
-def about(tokens):
-    """A length, rounded to two digits."""
-    return float(f"{tokens:.1e}")
-
-
 # %%
 
 # Reading
@@ -1836,16 +1936,15 @@ optimistic = min(differ.values()) > 0
 lab.together(
     lab.read(
         f"**About {about(64 * enough) / 1e6:.1f} million tokens, or {enough:,.0f} per GPU, by a "
-        f"simulation{' that proves optimistic' if optimistic else ''}.** There the ring reaches "
-        f"{GOOD} % of linear scaling (the right dot in the next figure). We have only {WORLD} "
-        "GPUs, so we put larger rings together from the steps and transfers that we measured: a "
-        "step lasts as long as its scores, the transfer that overlaps them or the host's launch, "
-        "whichever is longest."
+        f"simulation{' that proves optimistic' if optimistic else ''}.** There a ring reaches "
+        f"{GOOD} % of linear scaling, marked by a dot in the next figure."
     ),
     lab.read(
-        f"Eight GPUs share a host, so we give them the measured speed of {joined}. In a larger "
-        "ring, which leaves the host, a network card sets the pace; we assume its full "
-        f"{NETWORK / 1e9:.0f} GB/s:"
+        f"We have only {WORLD} GPUs (crosses), so we put larger rings together from the steps and "
+        "transfers that we measured: a step lasts as long as its scores, the transfer beside them "
+        "or the host's launch, whichever is longest. Eight GPUs share a host, so their transfers "
+        f"have the measured speed of {joined}; in larger rings, transfers have a network card's "
+        f"full {NETWORK / 1e9:.0f} GB/s:"
     ),
 )
 
@@ -1873,6 +1972,11 @@ def curves(axes, rows):
     axes.text(6000, 50, f"8 GPUs,\n{joined}", **look)
     look |= {"color": over_network, "va": "top"}
     axes.text(0.96 * knee, 30, "64 or 1,024 GPUs,\nnetwork card", **look)
+    points = [(n / WORLD, percent("Kernel Book", n)) for n in LENGTHS]
+    cross = {"color": "#1f2328", "marker": "x", "markersize": 8, "markeredgewidth": 2}
+    axes.plot(*zip(*points, strict=True), linestyle="none", zorder=4, **cross)
+    note |= {"color": "#1f2328", "va": "top", "fontsize": 10}
+    axes.text(1.08 * largest, 78, f"crosses: {WORLD} GPUs,\n{joined}, measured", **note)
     axes.set_xscale("log", base=2)
     axes.set_xticks([2**k for k in range(12, 18)], [f"{2**k:,}" for k in range(12, 18)])
     axes.set(xlim=ends, ylim=(0, 105))
@@ -1891,7 +1995,12 @@ def in_words_of(rows):
     return (
         "Two lines that rise with the number of tokens per rank and stay flat from 32,768: "
         f"{found}. One line stands for 64 and for 1,024 GPUs. A dot marks where each line reaches "
-        f"{GOOD} %, and a dotted line the length from which the network card hides its transfers."
+        f"{GOOD} %, and a dotted line the length from which the network card hides its transfers. "
+        f"Crosses show {WORLD} GPUs, measured: "
+        + ", ".join(
+            f"{percent('Kernel Book', n):.0f} % at {n // WORLD:,}" for n in LENGTHS
+        )
+        + "."
     )
 
 
@@ -1903,15 +2012,37 @@ lab.draw(steps, "Larger rings, simulated", in_words_of, curves)
 between_lines = max(
     abs(linear(64, 64 * n, NETWORK) - linear(1024, 1024 * n, NETWORK)) for n in PER_RANK
 )
-lab.read(
-    "**In the simulation, again only the tokens per rank count,** because it knows no slow rank "
-    "and no shared switch. "
-    + (
-        "Rings of 64 and of 1,024 GPUs share one line, since their steps take equally long. "
-        "Sixteen times as many GPUs therefore need a text sixteen times as long:"
-        if between_lines < 2
-        else f"Rings of 64 and of 1,024 GPUs lie within {between_lines:.0f} points. They need:"
-    )
+second = LENGTHS[1] if len(LENGTHS) > 2 else last
+lab.together(
+    lab.read(
+        (
+            "**The simulation is far too optimistic for short parts.** "
+            if differ[first] > 10
+            else ""
+        )
+        + f"For {WORLD} GPUs, it promises {promises[first]:.0f} % of linear scaling at "
+        f"{first // WORLD:,} tokens per rank, where we measured "
+        f"{percent('Kernel Book', first):.0f}, and {promises[second]:.0f} % at "
+        f"{second // WORLD:,}, where we measured {percent('Kernel Book', second):.0f}. "
+        + (
+            "All answers below lie between these two lengths, so plan with longer parts; the "
+            f"{min(enough_of.values()):,.0f} tokens of eight GPUs may be far too few."
+            if optimistic
+            and first / WORLD < min(enough_of.values(), default=nan)
+            and max(enough_of.values(), default=nan) < second / WORLD
+            else ""
+        )
+    ),
+    lab.read(
+        "In the simulation too, only the length of a rank's part matters, because it knows no slow "
+        "ranks and no shared switch. "
+        + (
+            "Rings of 64 and of 1,024 GPUs share one line, so sixteen times as many GPUs need a "
+            "text sixteen times as long:"
+            if between_lines < 2
+            else f"Rings of 64 and of 1,024 GPUs lie within {between_lines:.0f} points. They need:"
+        )
+    ),
 )
 
 # %%
@@ -1954,10 +2085,12 @@ flat = (
     if steps.rows
     else {nan}
 )
+of_card = enough_of.get(64, nan)
+hides_card = round(hidden_from("backward", NETWORK), -3)
 lab.read(
-    f"**Hiding the transfers is not enough.** Over {joined}, the formula hides them from "
-    f"{round(hidden_from('backward', bandwidth), -2):,.0f} tokens per rank, but for {GOOD} % eight "
-    f"GPUs need {stretch:.1f} times as many: shorter parts take longer per score"
+    f"**Over {joined}, hiding the transfers is not enough.** For {GOOD} %, eight GPUs need "
+    f"{stretch:.1f} times the {round(hidden_from('backward', bandwidth), -2):,.0f} tokens per rank "
+    "from which transfers hide, because shorter parts take longer per score"
     + (
         " and, almost up to that length, also wait for the host."
         if 0.8 < by_host / enough < 1
@@ -1965,17 +2098,12 @@ lab.read(
         if by_host
         else "."
     )
-)
-
-# %%
-
-# Reading
-lab.read(
-    ("**Plan with longer parts than these.** " if optimistic else "")
-    + f"We can check the simulation only on our own {WORLD} GPUs. At {first // WORLD:,} tokens per "
-    f"rank it promises {promises[first]:.0f} % of linear scaling where we measured "
-    f"{percent('Kernel Book', first):.0f}, and at {last // WORLD:,} it promises "
-    f"{promises[last]:.0f} % where we measured {percent('Kernel Book', last):.0f}."
+    + (
+        f" Over the card, {GOOD} % comes first, at {of_card:,.0f} tokens; the transfers hide "
+        f"completely only from {hides_card:,.0f}."
+        if of_card < hides_card
+        else ""
+    )
 )
 
 # %%
@@ -2030,24 +2158,26 @@ lab.together(
 # The training script
 # -------------------
 #
-# In a model, only the inputs and the call to attention change. ``torchrun --nproc-per-node=2
-# train.py`` starts a script once per GPU. Each rank takes its part of the model's inputs and calls
-# ``ring_attention`` or ``all_to_all_attention``:
+# In a model, the inputs, the call to attention and the sum of the gradients change. ``torchrun
+# --nproc-per-node=2 train.py`` starts a script once per GPU. Each rank cuts its part from the
+# model's inputs, each of shape (batch, seqlen), and calls ``ring_attention``:
 #
 # .. code-block:: python
 #
 #    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 #    torch.distributed.init_process_group("nccl")
-#    inputs = tokens, labels, positions  # each of shape (batch, seqlen)
 #    shard = partial(kernelbook.shard_sequence, dim=1, layout="zigzag")
-#    tokens, labels, positions = map(shard, inputs)
+#    tokens, labels, positions = map(shard, (tokens, labels, positions))
 #    ...  # in the model, for q, k and v of shape (batch, heads, seqlen / world, head_dim):
 #    out = kernelbook.ring_attention(q, k, v, is_causal=True, layout="zigzag")
+#
+# ``all_to_all_attention`` takes the same arguments. It accepts either layout, since its exchange
+# puts the tokens into the order of the sequence.
 #
 # Shift the labels before cutting, because the label of a piece's last token lies in another piece.
 # Cut the positions too, since they must be those of the whole sequence. If the loss is a sum over
 # tokens, add the weights' gradients over the ranks; PyTorch's data parallelism averages them, which
-# is right for a mean.
+# is right for a mean over equally many labels on every rank.
 #
 # What breaks it
 # --------------
@@ -2057,8 +2187,8 @@ lab.together(
 # process group allows.
 #
 # **A wrong layout.** A contiguous part passed as zig-zag has the right shape, so no rank can detect
-# the mistake, and the result is wrong. ``passed_as`` cuts contiguous parts and calls
-# ``ring_attention`` with a ``layout``:
+# the mistake, and the result is wrong. ``passed_as`` cuts new random inputs into contiguous parts
+# and calls ``ring_attention`` with a ``layout``:
 
 # %%
 
@@ -2237,7 +2367,7 @@ lab.read(
     + f"Ours reaches {100 * share['Kernel Book']:.0f} % of linear scaling at {length:,} tokens "
     f"{'but only' if lost else 'and'} {percent('Kernel Book', first):.0f} % at {first:,}"
     + (
-        ", which is slower than one GPU alone"
+        f", where {WORLD} GPUs are slower than one"
         if none_pays
         else ", where hiding the transfers does not pay off"
         if first in given_up

@@ -208,8 +208,9 @@ lab.sketch(
 #    :class: kb-key
 #
 #    Of our six changes, the first lets one program use the tensor cores while another computes
-#    exponentials; the next three let a program hand over its matmuls without spills and pauses; the
-#    fifth saves other work; and the sixth leaves fewer SMs idle at the end.
+#    exponentials; the second saves registers, so that nothing spills; the third and fourth together
+#    let a program hand over its matmuls without pauses; the fifth saves other work; and the sixth
+#    leaves fewer SMs idle at the end.
 
 # %%
 # The loop
@@ -232,15 +233,17 @@ lab.sketch(
 # updates each query's largest score ``m_i`` and sum of weights ``l_i``, and returns ``alpha``,
 # which rescales the old sums to the new maximum.
 #
-# A program has 8 warps and 128 queries. Each ``tl.dot`` becomes several matmul instructions, which
-# cover 16 steps of the inner dimension each: 8 for ``q kᵀ``, because head_dim is 128,
-# and 4 for ``p v``, because a tile has 64 keys. On Hopper, a program hands these to the tensor
-# cores and goes on while they work. It **waits** only where it needs the result:
+# A program has 8 warps and 128 queries. Each ``tl.dot`` becomes several matmul instructions, each
+# of which covers 16 steps of the inner dimension: 8 for ``q kᵀ``, because head_dim is 128, and 4
+# for ``p v``, because a tile has 64 keys. On Hopper, a program can hand over all instructions of a
+# ``tl.dot`` to the tensor cores, do other work, and **wait** once, where it needs the result. At
+# worst, it waits after each instruction:
 #
 # .. image:: /figures/attention-waits.svg
 #    :alt: Two timelines of the eight instructions of a tl.dot. Above, the program hands over all of
-#          them, and waits once while the tensor cores work without a gap. Below, it waits after
-#          each instruction, and the tensor cores are idle until the next one comes.
+#          them, does other work, and waits once, and the tensor cores work without a gap. Below, it
+#          waits after each instruction, the tensor cores are idle until the next one comes, and
+#          the other work is left for the end.
 #
 # Until a matmul is complete, nothing else may use the registers that it reads and writes. Where the
 # assembler, the last stage of the compiler, cannot guarantee this, it makes the program wait after
@@ -260,8 +263,9 @@ lab.sketch(
 # The ladder
 # ----------
 #
-# The ladder starts from the staged kernel of the last chapter. Speeds are percentages of that of a
-# :term:`cuBLAS` matmul in the same run; in the text, with a causal mask unless we say otherwise.
+# The ladder starts from the staged kernel of the last chapter. Speeds are given in percent
+# of that of a :term:`cuBLAS` matmul in the same run, and in the text with a causal mask unless we
+# say otherwise.
 
 
 # Whole: one for all rungs, with a flag for each change
@@ -577,8 +581,8 @@ CAUSES = {
     "in stages": "one program per SM",
     "two programs": "one works while the other waits",
     "descriptors": "no addresses in registers",
-    "one iteration ahead": "exponentials before matmuls",
-    "two-step maximum": "one wait per matmul",
+    "one iteration ahead": "fewer tiles in registers at once",
+    "two-step maximum": "one wait per tl.dot",
     "scale folded": "one multiplication fewer",
     "heavy first": "no long programs at the end",
 }
@@ -756,8 +760,8 @@ lab.read(
         if abs(steps_up["two programs"]) < CHANCE
         else f"loses {-100 * steps_up['two programs']:.0f} %"
     )
-    + ", and rung 4, the largest step, rewrites a single line, which returns the same numbers as "
-    "before. Waits "
+    + ", and rung 4, the largest step, only takes a maximum in another way, which returns the same "
+    "numbers as before. Waits "
     + (
         "play a part in both."
         if limit_costs
@@ -1019,20 +1023,21 @@ second = min(
     for name in ("register limit alone", "two stages alone")
 )
 early = max(gain("two programs", mask) for mask in ("causal", "full")) < 0.05
+halves_alone = ("register limit alone", "two stages alone")
+faster_half = max(halves_alone, key=lambda name: change(name, "in stages"))
 lab.read(
-    (
-        "The second program is worth a lot, but here it only wins back what the room costs: "
-        if early
-        else "The second program is worth more than the room costs: "
-    )
-    + "with two stages, fewer tiles are in flight, and with fewer registers, "
+    "Neither half alone lets a second program in, so the two middle rows show only the price: two "
+    "stages leave fewer tiles in flight, and with fewer registers, "
     + (
-        "values spill and the code waits after each matmul instruction."
+        "values spill and the code waits after each matmul instruction. "
         if compiled_to("register limit alone", "spills") > 0
         and compiled_to("register limit alone", "waits for them")
         == compiled_to("register limit alone", "matmul instructions")
-        else "the compiler has less freedom."
+        else "the compiler has less freedom. "
     )
+    + f"The second program is worth at least the step from {of_matmul(faster_half)} to "
+    f"{of_matmul('two programs')}"
+    + (", but here it only wins back the price." if early else ".")
     if room_costs and second > CHANCE
     else f"Compared with the start, the register limit alone changes the speed by "
     f"{100 * limit_alone:+.0f} %, two stages alone by {100 * stages_alone:+.0f} %, and both "
@@ -1088,6 +1093,8 @@ from kernelbook.ops.attention.tiles import LOWEST, PRECISION, describe, head_of,
 
 ASKED = """
 HOPPER = GPUTarget("cuda", 90, 32)
+TILE = "tensor<128x128xf32, #mma[0-9]*>"
+CONVERSION = f"ttg.convert_layout [^ ]+ : {TILE} -> {TILE}"  # of acc
 
 
 class Nobody:  # what Triton asks of a driver before it compiles
@@ -1118,6 +1125,7 @@ def facts(make):
         "waits": sum(word.startswith("WARPGROUP.DEPBAR") for word in words),
         "matmuls": sum(word.startswith("HGMMA") for word in words),
         "copies": max(len(re.findall(r"\\bmov[.]", part)) for part in runs),
+        "conversions": len(re.findall(CONVERSION, made.asm.get("ttgir", ""))),
         "reason": re.sub(" +", " ", remark[1]) if remark else "",
         "remark": re.sub(" +", " ", remark[0]) if remark else "",
         "code": [word for word in words if word.startswith(("HGMMA", "WARPGROUP.DEPBAR"))],
@@ -1240,78 +1248,58 @@ measured(
 # Rung 3: scores one iteration ahead
 # ----------------------------------
 #
-# Copies can also leave the tensor cores idle. An iteration begins with ``q kᵀ``, which needs a new
-# tile of keys. With two stages, Triton starts copying the next tiles only at the end of an
-# iteration, once ``p v`` has been handed over, so ``q kᵀ`` waits if the copies take longer than
-# ``p v``. If the iteration began with exponentials, which need no new tile, they would run during
-# the copies:
+# Rung 2 still waits because registers are too few. What fills them? In our loop, Triton hands over
+# the next ``q kᵀ`` while ``p v`` is still running, and waits for both together. Until then, a
+# thread holds its parts of three tiles: ``acc``, the weights ``p`` that ``p v`` reads, and the new
+# scores. If Triton waited for ``p v`` first, the scores could take the registers of the weights,
+# and while this program waits, the other can use the tensor cores:
 
 
 # Drawing
-def ahead(axes):
-    """An iteration in the old order and in the new: its copies, matmuls and exponentials."""
-    shades = {
-        "copy": lab.colour("matmul"),
-        "matmul": lab.colour("Kernel Book"),
-        "exponentials": lab.colour("PyTorch"),
-    }
-    copied = 1.6  # how long the copies take: a guess
-    old = [
-        ("copy", 0, copied, "k, v"),
-        ("matmul", 0, 1, "previous p v"),
-        ("wait", 1, copied, "waits"),
-        ("matmul", copied, copied + 1, "q kᵀ"),
-        ("exponentials", copied + 1, copied + 2, "exponentials"),
-    ]
-    new = [
-        ("copy", 0, copied / 2, "v"),
-        ("copy", copied / 2, copied, "next k"),
-        ("exponentials", 0, 1, "exponentials"),
-        ("matmul", 1, 2, "p v"),
-        ("matmul", 2, 3, "next q kᵀ"),
-    ]
-    rows = {"copy": 0, "matmul": 1, "wait": 1, "exponentials": 2}
-    for top, title, blocks in (
-        (0, "Matmul first", old),
-        (4.3, "Exponentials first", new),
-    ):
-        axes.text(-1.05, top - 0.25, title, va="center", weight="bold")
-        for row, name in enumerate(("copies", "matmuls", "exponentials")):
-            axes.text(-0.06, top + 0.75 + row, name, va="center", ha="right")
-        for kind, start, end, words in blocks:
-            y = top + 0.75 + rows[kind]
-            if kind == "wait":
-                look = {
-                    "fill": False,
-                    "edgecolor": lab.colour("matmul"),
-                    "linestyle": ":",
-                }
-            else:
-                look = {"color": shades[kind], "alpha": 0.3}
-            axes.barh(y, end - start - 0.03, 0.8, start, **look)
-            axes.text((start + end) / 2, y, words, ha="center", va="center")
-    axes.axvline(copied + 2, color=lab.colour("matmul"), linestyle="--", linewidth=1)
-    axes.text((copied + 5) / 2, 6.05, "saved", ha="center", va="center", weight="bold")
-    axes.set(xlim=(-1.05, copied + 2.05), ylim=(7.7, -0.7), xticks=[], yticks=[])
+def registers_held(axes):
+    """The registers per thread for the tiles of the matmuls that run, in the old order and new."""
+    acc, scores = (128 * columns // 256 for columns in (128, 64))
+    weights = scores // 2  # two of 16 bits in each
+    ours, other = lab.colour("Kernel Book"), lab.colour("matmul")
+    rows = (
+        (0, "q kᵀ and p v together", ("acc", "weights", "scores")),
+        (1.9, "p v", ("acc", "weights")),
+        (2.8, "then q kᵀ", ("acc", "scores")),
+    )
+    sizes = {"acc": (acc, ours, 0.3), "weights": (weights, other, 0.3)}
+    sizes["scores"] = (scores, ours, 0.12)
+    for top, words in ((-0.72, "Rungs 1 and 2"), (1.18, "Rung 3")):
+        axes.text(-66, top, words, va="center", weight="bold")
+    for y, words, tiles in rows:
+        axes.text(-2, y, words, va="center", ha="right")
+        at = 0
+        for tile in tiles:
+            size, colour, alpha = sizes[tile]
+            axes.barh(y, size - 0.6, 0.75, at, color=colour, alpha=alpha)
+            said = "p" if tile == "weights" else tile
+            axes.text(at + size / 2, y, f"{said} {size}", ha="center", va="center")
+            at += size
+        axes.text(at + 1.5, y, f"{at}", va="center")
+    axes.plot([128, 128], [-0.45, 3.25], color=other, linestyle="--", linewidth=1)
+    axes.text(128, -0.72, "limit: 128", ha="right", va="center")
+    axes.set(xlim=(-66, 130), ylim=(3.3, -1), xticks=[], yticks=[])
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
 
 
 lab.sketch(
-    "One iteration in two orders (a sketch)",
-    "Two timelines of one iteration, with rows for copies, matmuls and exponentials; all matmuls "
-    "and the exponentials are equally long, and the copies longer. Above, the copies of k and v "
-    "start while p v of the iteration before runs. They take longer, so the program waits, and "
-    "q k and the exponentials follow. Below, the exponentials and p v run during the copies of "
-    "v and then the next k, and q k of the next tile follows without a wait. The iteration is "
-    "shorter by the wait.",
-    ahead,
-    height=3.3,
+    "Registers that running matmuls hold, per thread",
+    "Bars up to a limit of 128 registers. In rungs 1 and 2, q k and p v run together and hold 64 "
+    "registers of acc, 16 of the weights p and 32 of the scores, 112 in all. In rung 3, p v holds "
+    "acc and p, 80, and then q k holds acc and the scores, 96.",
+    registers_held,
+    height=2.5,
 )
 
 # %%
-# Each iteration therefore ends with the scores of the *next* tile, and we finish the last tile
-# after the loops. The lines are the same, in another order:
+# Whatever is left of the 128 must hold everything else, such as maxima and sums. To get the second
+# order, each iteration ends with the scores of the *next* tile, and the last tile is finished after
+# the loops. The lines are the same, in another order:
 #
 # .. code-block:: python
 #
@@ -1328,29 +1316,37 @@ all_matmuls, in_loops = (
     compiled_to(name, "matmul instructions")
     for name in ("one iteration ahead", "descriptors")
 )
+free_before, free_after = (
+    compiled_to(f"{name}, no limit", "registers")
+    for name in ("descriptors", "one iteration ahead")
+)
+still_waits = all(
+    compiled_to(name, "waits for them") == compiled_to(name, "matmul instructions")
+    for name in ("descriptors", "one iteration ahead")
+)
 spilling = compiled_to("one iteration ahead", "spills")
+more_spills = spilling >= compiled_to("descriptors", "spills")
 measured(
     "one iteration ahead",
-    f"Waits and spills do not explain the gain: the code, now with {all_matmuls - in_loops} more "
-    f"matmul instructions outside the loops, still waits after each of its {all_matmuls}, and "
-    f"{f'{spilling} values spill' if spilling else 'nothing spilled before'}. The copies may, but "
-    f"we have not timed them separately."
-    if all(
-        compiled_to(name, "waits for them") == compiled_to(name, "matmul instructions")
-        for name in ("descriptors", "one iteration ahead")
-    )
-    and compiled_to("one iteration ahead", "spills")
-    >= compiled_to("descriptors", "spills")
-    else "We have not timed the copies separately.",
+    f"Without the limit, a thread would now use {free_after} registers instead of {free_before}. "
+    if free_after < free_before
+    else "",
+    f"Yet the code still waits after each of its matmul instructions, now {all_matmuls} because "
+    f"{all_matmuls - in_loops} more stand outside the loops"
+    + (f", and {spilling} values spill" if spilling else "")
+    + ". So we do not know what gains speed here. The waits have a new reason, which rung 4 "
+    "removes."
+    if still_waits and more_spills
+    else "We did not isolate what gains speed here.",
 )
 
 # %%
 # Rung 4: the maximum in two steps
 # --------------------------------
 #
-# What does the code of rung 3 wait for, after each matmul instruction? Its loop carries two
-# versions of ``acc``, and Triton copies one to the other while ``p v`` is still writing it. To be
-# safe, the assembler makes the program wait after each instruction:
+# Why does the code of rung 3 still wait after each matmul instruction? Registers are no longer the
+# reason. Its loop carries two versions of ``acc``, and Triton copies one to the other while ``p v``
+# is still writing it. To be safe, the assembler makes the program wait:
 #
 # .. image:: /figures/attention-acc-twice.svg
 #    :alt: Three timelines of the four instructions of p v. In rung 3, as Triton writes it, the
@@ -1408,12 +1404,12 @@ lab.read(
     "In plain words: something reads the accumulator, the registers of `acc`, while a matmul "
     "(`wgmma`) may still be writing them, so every matmul of the kernel has to wait. "
     + (
-        f"In rungs 1 and 2 ptxas reports “{of_first.pop()}” instead. "
+        f"In rungs 1 and 2, the reason was “{of_first.pop()}”. "
         if len(of_first) == 1
         else ""
     )
     + (
-        "Here, more registers would not help."
+        "Now more registers would not help: without the limit, the code waits just as often."
         if compiled_to(free, "waits for them")
         == compiled_to(free, "matmul instructions")
         else ""
@@ -1421,16 +1417,14 @@ lab.read(
 )
 
 # %%
-# Why are there two versions of ``acc``? The trouble begins with ``acc * alpha``. In *TTGIR*,
-# Triton's intermediate code (``compiled.asm["ttgir"]``), every tile has a *layout*, which says
-# which thread holds which elements. A product needs both factors in one layout, but ``alpha`` comes
-# from the maximum of the scores and has inherited theirs. So one of the two is converted:
-# ``alpha``, with one number per row, or ``acc``, with 128. Up to rung 2, the compiler converts
-# ``alpha``. In rung 3 it converts ``acc``, and to avoid doing so in every iteration, it carries
-# ``acc`` in both layouts.
+# Why are there two versions of ``acc``? To multiply ``acc * alpha``, the compiler needs both in one
+# *layout*, which says which thread holds which elements. But ``alpha`` has the layout of the
+# scores, from whose maximum it comes, so one of the two must be converted. ``alpha`` is the cheap
+# choice, with one number per row against 128 in ``acc``, and up to rung 2, the compiler makes it.
 #
-# So we give the maximum another layout. ``row_max`` returns the same numbers, but its reshape takes
-# them out of the layout of the scores, and the compiler goes back to converting ``alpha``:
+# In rung 3, it converts ``acc`` instead in some places, and one loop is left with two versions, as
+# *TTGIR* shows, Triton's intermediate code (``compiled.asm["ttgir"]``). We do not know why the
+# choice changes. But if a reshape in ``row_max`` gives the maximum another layout, it changes back:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
 #    :language: python
@@ -1452,8 +1446,8 @@ measured(
 
 # %%
 # Is it really the copy that costs so much, or does ``row_max`` help in some other way? We keep the
-# maximum of rung 3. Its TTGIR waits once for each version of ``acc``; we delete the second wait by
-# hand, and the copy disappears with it:
+# maximum of rung 3, whose TTGIR waits for ``p v`` twice, once for each version of ``acc``. We
+# delete the second wait by hand and use the first version for both, so that nothing is copied:
 
 # Reading
 TESTED = {
@@ -1510,8 +1504,8 @@ by_hand = change("two-step maximum", "one wait")
 # Reading
 lab.read(
     (
-        "Without the copy, rung 3 is as fast as rung 4, so the copy, with the waits that it "
-        "forces, accounts for the whole loss. "
+        "Without the copy, rung 3 is as fast as rung 4, so removing the copy, with the waits that "
+        "it forces, accounts for the whole gain of rung 4. "
         if abs(by_hand) < CHANCE
         else f"The speed of rung 4 differs by {100 * by_hand:+.0f} % from that of rung 3 without "
         f"the copy, so the copy is not the whole difference. "
@@ -1537,15 +1531,18 @@ RUNGS_3_AND_4 = {"rung 3": "one iteration ahead", "rung 4": "two-step maximum"}
 
 # %%
 
-# Folded: The second version of acc step by step, the machine code, and all reasons
+# Folded: The second acc, the reasons of ptxas for every rung, and registers and copies in rung 3
 chain = lab.read(
     "**Why there are two versions.** The scores have the layout of a matmul with 64 columns, and "
     "`acc` that of one with 128. The maximum, `tl.max(qk, axis=1)`, inherits the layout of the "
-    "scores, and so does `alpha`. We did not trace why the compiler converts `acc` in rung 3. "
-    "In TTGIR, two waits, `warp_group_dot_wait`, follow `p v` instead of one, one for each "
-    "version. The second version is a copy of `acc`, 64 registers per thread, which the code makes "
-    "before both waits, while `p v` is still running. The reshape of `row_max` gives the maximum a "
-    "layout that belongs to no matmul. The machine code of `p v` shows the waits:"
+    "scores, and so does `alpha`. In rung 3, `acc` is converted for the tiles that the mask cuts "
+    "and after the loops. The loop over whole tiles converts only `alpha`, but carries two "
+    "versions of `acc`, one for its next iteration and one for the code after it. We did not trace "
+    "how the compiler comes to this. In TTGIR, two waits, `warp_group_dot_wait`, follow `p v` "
+    "there instead of one, one for each version. The second version is a copy of `acc`, 64 "
+    "registers per thread, which the code makes before both waits, while `p v` is still running. "
+    "The reshape of `row_max` gives the maximum a layout that belongs to no matmul. The machine "
+    "code of `p v` shows the waits:"
 )
 both_codes = as_printed(
     "SASS of one p v, abridged to its matmuls and waits",
@@ -1565,6 +1562,7 @@ reasons = lab.table(
                 "reason"
             ]
             or "none",
+            "conversions of acc": seen[name]["conversions"],
             "waits": f"{seen[name]['waits']} of {seen[name]['matmuls']}".replace(
                 " ", "\N{NO-BREAK SPACE}"
             ),
@@ -1588,27 +1586,26 @@ in_ttgir = lab.read(
     "TTGIR shows each conversion of a layout, `ttg.convert_layout`, and, at the end of a loop's "
     "body, each copy by the engine. The loop "
     "over whole tiles, `scf.for`, yields two tensors of 128 × 128 in rung 3, and one in the "
-    "others. Both hold the same numbers, and the machine code can hardly keep both: two versions "
+    "others. Both have the same numbers and the same layout, and the machine code can hardly keep "
+    "both: two versions "
     f"of `acc` and the scores would take {registers_of_two} registers, and without a limit rung 3 "
     f"uses {compiled_to(free, 'registers')} in all. Within 128 registers, "
     f"{compiled_to('one iteration ahead', 'spills')} values spill. Without a limit, rung 3 waits "
     f"{waits_of(free)}, and rung 2 waits {waits_of('descriptors, no limit')}."
 )
-live = lab.read(
-    f"**Registers of rungs 2 and 3.** The order of rung 3 changes which values are live at the "
-    f"same time. In the old order Triton waits for `p v` only after the next `q kᵀ`, so registers "
-    f"hold the weights that `p v` reads together with the new scores; in the new order it waits "
-    f"first. "
-    f"Without the limit, the code uses {compiled_to(free, 'registers')} registers instead of "
-    f"{compiled_to('descriptors, no limit', 'registers')}."
+copies = lab.read(
+    "**Copies in rungs 2 and 3.** In both, Triton starts copying the next tiles at the end of an "
+    "iteration. In rung 2, the tile of keys is needed first, as soon as `p v` is done; in rung 3, "
+    "that of values, after the exponentials. This may be what gains speed in rung 3, but we have "
+    "not timed it."
 )
 no_gpu = lab.read(
-    "None of this needs a GPU: the assembler's reasons, the machine code, and the copies and waits "
-    "in the table with the edited kernel come from code compiled for an H200 when this page was "
-    "built. All other counts come from the recorded run. ptxas numbers its remarks: C7512 is about "
-    "too few registers, and C7514 about the accumulator."
+    "None of this needs a GPU: the assembler's reasons, TTGIR, the machine code, and the copies "
+    "and waits in the table with the edited kernel come from code compiled for an H200 when this "
+    "page was built. All other counts come from the recorded run. ptxas numbers its remarks: C7512 "
+    "is about too few registers, and C7514 about the accumulator."
 )
-lab.together(chain, both_codes, reasons, same_code, in_ttgir, live, no_gpu, differing)
+lab.together(chain, both_codes, reasons, same_code, in_ttgir, copies, no_gpu, differing)
 
 # %%
 # Rung 5: the scale inside the exponential
@@ -1688,7 +1685,7 @@ lab.measure(
 
 # %% An animation
 # Here the programs of two heads run on three SMs, each with slots for two; the heaviest are orange.
-# They finish sooner if the heavy ones start first, across both heads:
+# If the heavy ones start first, across both heads, all are done after 13 units of time, not 16:
 #
 # .. animation:: light_or_heavy_first
 
@@ -1756,7 +1753,8 @@ for tiles, heads in ((32, 64), (32, 16), (128, 16)):
 # Reading
 lab.read(
     f"`HEADS_AT_ONCE` is {promised['at once']} here, because the keys and values of "
-    f"{promised['at once']} heads fit into half of the L2 cache."
+    f"{promised['at once']} heads fit into half of the L2 cache. We leave the other half to all "
+    f"other data, and timed no other choice."
 )
 
 # %%
@@ -1824,8 +1822,9 @@ raised = {
 }
 lab.read(
     f"The last rung, the **finished kernel**, is {100 * raised['causal']:.0f} % faster than the "
-    f"start with a causal mask, and {100 * raised['full']:.0f} % without one. But what a change "
-    f"gains depends on the changes before it, so we also take each one back by itself:"
+    f"start with a causal mask, and {100 * raised['full']:.0f} % without one. Does it need all six "
+    f"changes? The gains on the ladder cannot tell, because each depends on the rungs before it. "
+    f"So we take each change back by itself:"
 )
 
 # %%
@@ -1838,21 +1837,20 @@ for name in list(LADDER)[1:]:
     changes = {"when made": gain(name, "causal")}
     changes["taken back"] = change(version, last)
     row = {"change": name} | {
-        what: "—" if abs(x) < CHANCE else f"{100 * x:+.0f} %".replace("-", "−")
+        what: "same" if abs(x) < CHANCE else f"{100 * x:+.0f} %".replace("-", "−")
         for what, x in changes.items()
     }
-    row["spills"] = compiled_to(version, "spills")
+    row["spills without it"] = compiled_to(version, "spills")
     waits, matmuls = (
         compiled_to(version, what) for what in ("waits for them", "matmul instructions")
     )
-    row["waits"] = f"{waits} of {matmuls}".replace(" ", "\N{NO-BREAK SPACE}")
+    row["waits without it"] = f"{waits} of {matmuls}".replace(" ", "\N{NO-BREAK SPACE}")
     rows.append(row)
 if steps.provenance is None or not made:
     rows = []
 lab.table(
     rows,
-    "Each change when made and when taken back from the finished kernel, causal (—: same); spills "
-    "and waits without it",
+    "Each change when made, and when taken back from the finished kernel, causal",
 )
 
 # %%
@@ -1909,28 +1907,28 @@ lab.read(
 # %%
 
 # Reading
-grown = any(gain(name, "causal") < 0.05 and worth[name] > 0.1 for name in worth)
 scarce = "insufficient register resources"
 reason = seen["without one iteration ahead"]["reason"] if seen else ""
 spilled = compiled_to("without descriptors", "spills")
+grown = all(
+    worth[name] > 1.5 * gain(name, "causal")
+    for name in ("descriptors", "one iteration ahead")
+)
 lab.read(
-    (
-        "A change that gains little when it is made may thus be one that the finished kernel "
-        "needs. "
-        if grown
-        else ""
-    )
-    + "Rungs 2 and 3 save registers, which the second program makes scarce: "
+    "The second program makes registers scarce, and rungs 2 and 3 save them"
+    + (", though each gained little when we made it. " if grown else ". ")
     + (
-        "without the order of rung 3, the assembler has too few and makes the code wait after each "
-        "instruction, and "
+        "Without the order of rung 3, ptxas again reports too few, and the code waits after each "
+        "matmul instruction. "
         if reason == scarce
         else ""
     )
+    + f"Without descriptors, {spilled} values spill"
     + (
-        "without descriptors, values spill."
+        f". This need not be the whole loss of {100 * worth['descriptors']:.0f} %, because "
+        f"descriptors also copy the tiles in another way."
         if spilled > 0
-        else f"without descriptors, {spilled} values spill."
+        else "."
     )
 )
 
@@ -1981,8 +1979,8 @@ lab.together(one_and_two, why, halves)
 # --------------------------------
 #
 # Even the finished kernel is slower than a matmul. Do its exponentials still hold it back? To find
-# out, we delete them from the TTGIR and count cycles, without a mask. The results are then wrong,
-# but the kernel still does everything else. Is it faster?
+# out, we delete them from the TTGIR and count the cycles of a run without a mask. The results are
+# then wrong, but the kernel still does everything else.
 
 
 # Measuring
@@ -2115,7 +2113,10 @@ needs = counted.get("finished", {}).get("exponentials, at least", nan)
 hidden = {
     name: 100 * min(1, max(0, 1 - saved(name) / needs)) for name in list(COUNTED)[:-1]
 }
-of_one_program = counted.get("finished, one program", {}).get("cycles, thousands", nan)
+of_one_program, of_two_programs = (
+    counted.get(name, {}).get("cycles, thousands", nan)
+    for name in ("finished, one program", "finished")
+)
 their_share = 100 * saved("finished, one program") / of_one_program
 
 # %%
@@ -2123,19 +2124,20 @@ their_share = 100 * saved("finished, one program") / of_one_program
 # Reading
 lab.read(
     (
-        "No: the finished kernel takes no fewer cycles without its exponentials"
+        "They do not: without them, the finished kernel takes no fewer cycles"
         + (
-            " (in fact a few more, and we do not know why). "
+            f" (in fact {-100 * saved('finished') / of_two_programs:.0f} % more, and we do not "
+            f"know why). "
             if saved("finished") < -20
             else ", to within a few percent. "
         )
         if hidden["finished"] > 97
-        else f"Yes: without exponentials the finished kernel takes {saved('finished'):,.0f} "
+        else f"They do: without them, the finished kernel takes {saved('finished'):,.0f} "
         f"thousand fewer cycles, and {hidden['finished']:.0f} % of their time is hidden. "
     )
     + (
-        f"It is the second program that hides them, because with one program per SM, they cost "
-        f"{their_share:.0f} % of the cycles:"
+        f"The second program hides them: with one program per SM, they cost {their_share:.0f} % of "
+        f"the cycles:"
         if hidden["finished"] > hidden["finished, one program"] + 10
         else f"With one program per SM, they cost {their_share:.0f} % of the cycles:"
     )
@@ -2146,8 +2148,8 @@ lab.read(
 
 # Drawing
 DELETED = {
-    "finished, one program": "finished, but with\none program per SM",
-    "finished": "finished, with\ntwo programs",
+    "finished, one program": "one program per SM",
+    "finished": "two programs per SM",
 }
 
 
@@ -2158,15 +2160,15 @@ def with_and_without(axes, rows):
     axes.spines[:].set_visible(False)
     most_cycles = max(taken[name] for name in DELETED)
     for number, (name, words) in enumerate(DELETED.items()):
-        top = 2.5 * number
-        axes.text(-30, top + 0.5, words, va="center", ha="right", weight="bold")
+        top = 3.2 * number
+        axes.text(0, top - 0.85, words, va="center", weight="bold")
         for row, (version, said, colour) in enumerate(
             (
-                (name, "as it is", lab.colour("PyTorch")),
+                (name, "as it is", lab.colour("Kernel Book")),
                 (
                     f"{name}, no exponentials",
                     "exponentials deleted",
-                    lab.colour("Kernel Book"),
+                    lab.colour("matmul"),
                 ),
             )
         ):
@@ -2175,8 +2177,8 @@ def with_and_without(axes, rows):
             axes.text(25, top + row, said, va="center")
             axes.text(length - 25, top + row, f"{length:,.0f}", va="center", ha="right")
     axes.set(
-        xlim=(-0.55 * most_cycles, 1.01 * most_cycles),
-        ylim=(4.1, -0.6),
+        xlim=(-0.005 * most_cycles, 1.01 * most_cycles),
+        ylim=(4.8, -1.5),
         xticks=[],
         yticks=[],
     )
@@ -2194,7 +2196,7 @@ def with_and_without_in_words(rows):
 
 lab.draw(
     in_cycles,
-    "Thousands of cycles, with and without exponentials",
+    "Thousands of cycles of the finished kernel",
     with_and_without_in_words,
     with_and_without,
 )
@@ -2203,23 +2205,27 @@ lab.draw(
 
 # Reading
 slower_clock = clocks.get("matmul", nan) < clocks.get("finished", nan)
+two_thirds = (
+    abs(at_work("finished") - bound_of_turns(128)) < 3 and hidden["finished"] > 80
+)
 lab.read(
     (
-        "A cheaper exponential would therefore gain nothing here. Still, the tensor cores work "
+        "So a cheaper exponential would hardly help here. Still, the tensor cores work "
         if hidden["finished"] > 97
         else "Yet the tensor cores work "
     )
-    + f"in only {at_work('finished'):.0f} % of the finished kernel's cycles, and in "
-    f"{at_work('matmul'):.0f} % of those of a cuBLAS matmul"
+    + f"in only {at_work('finished'):.0f} % of the finished kernel's cycles, whereas a cuBLAS "
+    f"matmul{', at a lower clock,' if slower_clock else ''} reaches {at_work('matmul'):.0f} %. "
     + (
-        ", which runs at a lower clock and is therefore less far ahead in time. "
-        if slower_clock
-        else ". "
+        "Our first figure has the same two thirds only by chance, because there exponentials cost "
+        "time. "
+        if two_thirds
+        else ""
     )
     + "What fills the rest is open: late copies, moments in which both programs wait, or other "
     "instructions"
     + (
-        ", of which rung 5 removed one and gained time."
+        ", such as the one that rung 5 removed."
         if gain("scale folded", "full") > CHANCE
         else "."
     )
@@ -2247,14 +2253,6 @@ more_counts = lab.read(
     f"The start also runs one program per SM, but its exponentials cost only "
     f"{saved('start'):,.0f} of the {needs:.0f} thousand cycles that they need, so even the warps "
     f"of one program are not strictly in step."
-    + (
-        " The share of the finished kernel's cycles in which the tensor cores work matches the "
-        "bound for warps in step only by coincidence, because in step, exponentials would cost "
-        "time."
-        if abs(at_work("finished") - bound_of_turns(128)) < 3
-        and hidden["finished"] > 80
-        else ""
-    )
     + (
         f" In time, the finished kernel is closer to cuBLAS than in cycles, at "
         f"{of_matmul(last, 'full')} of its speed, because cuBLAS ran at a lower clock."
@@ -2307,16 +2305,18 @@ def with_roles():
 
 
 # %%
-# :doc:`/chapters/attention_hopper` goes further in Gluon, the language below Triton, by giving
-# warps roles: one half computes exponentials while the other half's matmul runs.
 
 # Reading
 roles = with_roles()
 lab.read(
-    f"There, in a separate run, attention without a mask reaches {100 * roles[1]:.0f} % of a "
-    f"matmul with roles and other changes, and {100 * roles[0]:.0f} % in plain Triton."
-    if roles and roles[1] > roles[0]
-    else "That chapter measures the speed."
+    "Part of this gap closes in Gluon, the language below Triton, where warps can have roles: one "
+    "half computes exponentials while the other half's matmul runs. "
+    + (
+        f"With roles and other changes, attention without a mask reaches {100 * roles[1]:.0f} % of "
+        f"a matmul in a separate run, against {100 * roles[0]:.0f} % in plain Triton."
+        if roles and roles[1] > roles[0]
+        else "The chapter on Hopper measures the speed."
+    )
 )
 
 # %%
@@ -2622,7 +2622,8 @@ def told_of(names):
 
 
 lab.read(
-    told_of(("FlashAttention", "SDPA cuDNN", "SDPA flash", "FlexAttention"))
+    f"On the {speed.provenance['gpu'].removeprefix('NVIDIA ')}, "
+    + told_of(("FlashAttention", "SDPA cuDNN", "SDPA flash", "FlexAttention"))
     if speed.rows
     else f"{speed.rate('Kernel Book')}"
 )
@@ -2874,13 +2875,13 @@ lab.together(past_the_end, too_much)
 # --------
 #
 # A second program on an SM uses the tensor cores while the first computes exponentials. It fits
-# only if programs are small, and it pays off in full only if each program hands over every matmul
-# whole and waits for it once. A shortage of registers prevents this, and so does a copy of the
-# accumulator. So count the waits in the machine code, and ask the assembler for its reason. At the
-# end, take each change back, because its worth depends on the others.
+# only if programs are small, and it pays off in full only if no values spill and each program hands
+# over every matmul whole and waits for it once. A shortage of registers prevents this, and so does
+# a copy of the accumulator. So count the waits in the machine code, and ask the assembler for its
+# reason. At the end, take each change back, because its worth depends on the others.
 #
-# :doc:`/chapters/attention_backward` turns to the gradient, and
-# :doc:`/chapters/attention_in_models` to a single query.
+# :doc:`/chapters/attention_hopper` gives warps roles, :doc:`/chapters/attention_backward` turns to
+# the gradient, and :doc:`/chapters/attention_in_models` to a single query.
 #
 # Exercises
 # ---------

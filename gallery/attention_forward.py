@@ -118,9 +118,10 @@ lab.read(
         if most < needed
         else "At head_dim 128, memory need not slow standard attention down. "
     )
-    + f"The {gpu} can execute {needed:.0f} operations while it moves one byte, and a kernel that "
-    f"does fewer per byte waits for memory. In 16 bits, standard attention does 4 × 128 operations "
-    f"per score and moves 4 × 2 bytes: at most {most} per byte."
+    + f"In 16 bits, it does 4 × 128 operations per score and moves 4 × 2 bytes, which is at most "
+    f"{most} operations per byte. The {gpu} can execute {needed:.0f} in the time of one byte (its "
+    f"measured speed in a matmul, divided by that of a copy), and a kernel that does fewer waits "
+    f"for memory."
 )
 
 # %%
@@ -240,9 +241,10 @@ lab.read(
         if fails
         else f"At length {last.get('length', nan):,}, "
     )
-    + f"the scores and weights take {last.get('PyTorch, MiB', nan) / 1024:,.0f} GiB. A kernel "
-    f"needs no table: the package's, from the next chapter, allocates "
-    f"{last.get('Kernel Book, MiB', nan):,.0f} MiB, one number per query and head."
+    + f"the scores and weights take {last.get('PyTorch, MiB', nan) / 1024:,.0f} GiB. The kernels "
+    f"that we write here allocate nothing but the output. The package's kernel, from the next "
+    f"chapter, adds {last.get('Kernel Book, MiB', nan):,.0f} MiB, because it also stores the "
+    f"logsumexp, one number per query and head, for the backward pass."
 )
 
 # %%
@@ -271,27 +273,28 @@ lab.read(
 #
 # **The price.** Every tile of queries reads all keys and values of its head again. In 16 bits, a
 # key and its value are :math:`4 D` bytes, on which a tile of :math:`M` queries does :math:`4 M D`
-# operations: :math:`M` per byte. Where the GPU can execute more than that, the :term:`L2` cache has
-# to serve many of the reads.
+# operations: :math:`M` per byte. Where the GPU can execute more than that, HBM alone is too slow,
+# and the :term:`L2` cache has to serve some of the reads.
 
 # Reading
 tile, l2 = 128, machine.provenance["l2_mib"] if machine.rows else nan
 lab.read(
-    f"Our tiles will have {tile} queries, and the {gpu} can execute {needed:.0f} operations per "
-    f"byte."
+    f"Our tiles will have {tile} queries and thus do {tile} operations per byte, "
+    + (
+        f"fewer than the {needed:.0f} that the {gpu} can execute. Without L2, they would reach at "
+        f"most {100 * tile / needed:.0f} % of the speed of a matmul."
+        if tile < needed
+        else f"and the {gpu} needs no more than {needed:.0f}."
+    )
 )
 
 # %%
 
-# Folded: Are 128 queries in a tile enough?
+# Folded: Can the L2 cache serve these reads?
 keys_mib = 2 * 4096 * 128 * 2 / 2**20
 lab.read(
-    f"If every read came from HBM, {tile} queries in a tile would allow "
-    f"{100 * tile / needed:.0f} % of the speed of a matmul. But at length 4,096 all tiles of a "
-    f"head read the same {keys_mib:.0f} MiB, so L2, which holds {l2:.0f} MiB, can serve most of "
-    f"these reads."
-    if not tile >= needed
-    else f"This GPU needs {needed:.0f} operations per byte, so memory does not hold the tiles back."
+    f"At length 4,096, all tiles of a head read the same {keys_mib:.0f} MiB of keys and values, so "
+    f"L2, which holds {l2:.0f} MiB, can serve most of these reads."
 )
 
 # %%
@@ -510,11 +513,7 @@ out = one_tile_of_queries(torch.ones(1, 1), three_keys, their_values, block=2)
 print(f"out {out.item():.3f}")
 
 # %%
-# These are the numbers from above. The animation runs the same loop for four queries, with four
-# keys in a tile and head_dim 2. Its masked tile, and those never loaded, are explained under causal
-# stages.
-#
-# .. animation:: attention_loop
+# These are the numbers from above.
 #
 # .. dropdown:: The package's version: all tiles, heads and masks
 #
@@ -536,10 +535,11 @@ print(f"out {out.item():.3f}")
 # A first kernel
 # --------------
 #
-# We write the loop as a single kernel, so that its tiles stay on the chip. Comments in the update
-# give the PyTorch expressions that it replaces. ``qk`` is the tile of scores.
-# ``m_exp`` is a *guard*: for a query that has seen no key yet, it is 0 instead of
-# :math:`-\infty`, because :math:`-\infty - (-\infty)` would be NaN.
+# We write the loop as a single kernel, so that its tiles stay on the chip. In the update below,
+# ``qk`` is the tile of scores, and each comment gives the PyTorch expression that the line under it
+# replaces. ``m_exp`` is a *guard*: for a query that has seen no key yet, it is 0 instead of
+# :math:`-\infty`, because :math:`-\infty - (-\infty)` would be NaN. Such queries exist if there are
+# more queries than keys, or with a sliding window.
 
 import triton
 import triton.language as tl
@@ -572,10 +572,10 @@ def _update(acc, l_i, m_i, qk, v):
 #   thousandth, as coarsely as float16. ``"ieee"`` avoids the rounding but keeps float32 off
 #   the matrix units; 16-bit operands use them either way.
 #
-# A tile has ``BLOCK_M`` queries or ``BLOCK_N`` keys. A launch starts a :term:`grid` of programs,
-# with tiles of queries along axis 0 and heads along axis 1. Each program begins with the triple of
-# the empty set. The last tile may be only partly filled, so ``exist`` is false for rows past the
-# last query.
+# A tile of queries has ``BLOCK_M`` rows, a tile of keys ``BLOCK_N``. A launch starts a :term:`grid`
+# of programs, with tiles of queries along axis 0 and heads along axis 1. Each program begins with
+# the triple of the empty set. The last tile may be only partly filled, so ``exist`` is false for
+# rows past the last query.
 
 
 @triton.jit
@@ -678,23 +678,20 @@ print(*(f"{x:.3f}" for x in out[0, 0, :, 0].tolist()))
 # no work. The figure shows 192 queries and keys in tiles of 32 queries by 16 keys.
 #
 # .. image:: /figures/attention-stages.svg
-#    :alt: Six tiles of queries and twelve tiles of keys, half as long. The diagonal runs from the
-#          upper left to the lower right. In row r the first 2 r tiles are whole, the next two are
-#          cut by the diagonal, and the rest is never computed. Two marks in row 1 show whole, key
-#          32, where the whole tiles end, and seen_by_some, key 64, where the cut ones end.
+#    :alt: Six rows of 32 queries and twelve tiles of 16 keys. The diagonal runs from the upper left
+#          to the lower right. In row r the first 2 r tiles are whole, the next two are cut by the
+#          diagonal, and the rest is never computed. Two marks in row 1 show whole, key 32, where
+#          the whole tiles end, and seen_by_some, key 64, where the cut ones end.
 #
-# A tile is *whole* if every query sees every key, *cut* if the diagonal passes through it or the
-# keys end within it, and *beyond*, never computed, if no query sees any key.
+# A tile of scores is *whole* if every query sees every key, *cut* if the diagonal passes through it
+# or the keys end within it, and *beyond* if no query sees any key. In each row, the whole tiles
+# come first. We can therefore split the loop into two *stages*, mask only in the second, and stop
+# after the cut tiles.
 #
-# In each row, the whole tiles come first. We can therefore split the loop into two *stages*, mask
-# only in the second, and stop after the cut tiles.
-#
-# The two marks in the figure belong to tile 1, with queries 32 to 63. Its first query sees 33 keys,
-# and later ones see more, so ``seen_by_all`` is 33. Its last query sees 64 keys, which makes
-# ``seen_by_some`` 64. The first stage ends at key ``whole`` = 33 // 16 · 16 = 32, the second at
-# ``seen_by_some``.
-#
-# The compiler unrolls ``tl.static_range`` into two loops, for ``CUT`` 0 and 1.
+# Take row 1, queries 32 to 63. Its first query sees 33 keys and the others more, so
+# ``seen_by_all`` is 33, and the first stage ends at key ``whole`` = 33 // 16 · 16 = 32. Its last
+# query sees 64 keys, so the second stage ends at ``seen_by_some`` = 64. In the code,
+# ``tl.static_range`` makes the compiler write the loop twice, for ``CUT`` 0 and 1.
 #
 # .. literalinclude:: attention_forward.py
 #    :language: python
@@ -777,6 +774,11 @@ lab.read(
 )
 
 # %%
+# The animation runs both stages for a tile of four queries, with head_dim 2 and tiles of four keys:
+# first three whole tiles, then a cut one, the only one that is masked.
+#
+# .. animation:: attention_loop
+#
 # .. dropdown:: What STAGE & 2 and 4 - STAGE mean in Triton's tutorial
 #
 #    Triton's own tutorial on fused attention has the same two stages but refers to them by number.
@@ -869,6 +871,7 @@ lab.together(
 # %%
 
 # Reading
+WIDE = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
 q, k, v = torch.randn(3, 1, 2, 512, 128, device=runtime.DEVICE).half()
 fewer = [x[:, :, 64:].contiguous() for x in (k, v)]
 without = run(_first_kernel, q, *fewer, False, BLOCK_M=128, BLOCK_N=64)
@@ -876,10 +879,11 @@ theirs, (truth, _) = standard_attention(q, k, v), reference.attention(q, k, v, F
 lost = lab.Case("", "", without, theirs, truth, factor=4).row()
 assert not lost["ok"]
 lab.read(
-    f"**The check, checked.** We compare every version with float64 and allow it four times the "
-    f"error of standard attention in the same dtype. If a kernel leaves out one of eight tiles of "
-    f"keys, its error is {lost['error'] / lost['tolerance']:.0f} times what is allowed. At the "
-    f"length that we time, the check also notices a single missing tile."
+    f"**Would our check notice a missing tile?** We compare every version with float64 and allow "
+    f"it four times the error of standard attention in the same dtype. With 512 keys in float16, a "
+    f"kernel that leaves out one of its eight tiles of keys has "
+    f"{lost['error'] / lost['tolerance']:.0f} times the error that we allow. At length 4,096, the "
+    f"check still notices one missing tile of {WIDE['BLOCK_N']} keys."
 )
 
 # %%
@@ -915,9 +919,6 @@ def first_cases(kernel):
             truth, _ = reference.attention(q, k, v, is_causal)
             what = f"{seqlen_q} queries, {seqlen_k} keys{', causal' * is_causal}"
             yield lab.Case(what, "forward", ours, theirs, truth, factor=4)
-
-
-WIDE = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
 
 
 POINTS = [
@@ -971,9 +972,9 @@ lab.together(
 # How fast is it?
 # ---------------
 #
-# Which of our steps saves time, and how much? To see it, we time all versions under the causal
-# mask, at length 4,096, against a :term:`cuBLAS` matmul in bfloat16. We count operations as above
-# and halve them for the mask.
+# Which of our steps saves time, and how much? We time all versions under the causal mask, at length
+# 4,096, and compare them with a :term:`cuBLAS` matmul in bfloat16. We count operations as above and
+# halve them for the mask, whether a version skips the rest or not.
 
 
 # Measuring
@@ -1067,14 +1068,8 @@ times_as_fast = {
 by_chip = at("first kernel", "causal") / at("PyTorch", "causal")
 twice = 1.95 <= times_as_fast["first kernel"] < 2.05
 lab.read(
-    f"A kernel whose tiles stay on the chip is {by_chip:.0f} times as fast as standard attention, "
-    f"and "
-    + (
-        "working in stages doubles that, to "
-        if twice
-        else f"working in stages makes it {times_as_fast['first kernel']:.1f} times as fast again: "
-    )
-    + f"{times_as_fast['PyTorch']:.0f} times."
+    f"A kernel that keeps its tiles on the chip is {by_chip:.0f} times as fast as standard "
+    f"attention. In stages, it is {times_as_fast['PyTorch']:.0f} times as fast."
 )
 
 # %%
@@ -1163,6 +1158,8 @@ took = {
     name: steps.milliseconds_at(name, mask="causal")
     for name in ("PyTorch", "in stages")
 }
+unmasked = 100 * (at("in stages", "full") / at("first kernel", "full") - 1)
+in_loop = steps.milliseconds_at("tiled PyTorch", mask="full")
 lab.read(
     f"Read the bars from the top. Standard attention takes {took['PyTorch']:.1f} ms"
     + (
@@ -1173,10 +1170,10 @@ lab.read(
         else ". "
     )
     + (
-        f"Tiles alone are not enough: the loop in plain PyTorch, where every operation still "
-        f"writes its tile to memory, is {under_mask:.1f} times as fast, and without a mask, where "
-        f"it has no tiles to skip, it takes {slower:.1f} times as long as standard attention."
-        if under_mask > 1 and slower > 1
+        f"Tiles alone are not enough. In plain PyTorch, every operation still writes its tile to "
+        f"memory; the loop is {under_mask:.1f} times as fast as standard attention, and only "
+        f"because it skips tiles. Without a mask, it takes {slower:.1f} times as long."
+        if under_mask > 1 and slower > 1 and in_loop > took["PyTorch"]
         else f"The loop in plain PyTorch, where every operation still writes its tile to memory, "
         f"reaches {under_mask:.1f} times the speed of standard attention with the mask and "
         f"{1 / slower:.1f} times without."
@@ -1186,19 +1183,26 @@ lab.read(
 # %%
 
 # Reading
+share_left = 1 / times_as_fast["first kernel"]
 lab.read(
-    f"The first kernel keeps its tiles on the chip. It computes all of them, although we count "
-    f"only half, and is still {by_chip:.0f} times as fast as standard attention. The kernel in "
-    f"stages leaves out the tiles beyond the diagonal and needs {took['in stages']:.1f} ms. If you "
-    f"write such a kernel, first bring the whole loop into it, and then skip tiles."
+    f"The first kernel keeps its tiles on the chip but computes all of them. The kernel in stages, "
+    f"with tiles of the same size, leaves out those beyond the diagonal, masks only the cut ones, "
+    f"and needs {'half the' if twice else f'{share_left:.2f} of the'} time, "
+    f"{took['in stages']:.1f} ms. "
+    + (
+        f"We did not time these two changes apart. But without a causal mask, where no tile can be "
+        f"left out, the kernel in stages masks none and is {unmasked:.0f} % faster than the first "
+        f"kernel, which masks them all. "
+        if unmasked > 1
+        else "We did not time these two changes apart. "
+    )
+    + "If you write such a kernel, first bring the whole loop into it, and then skip tiles."
 )
 
 # %%
 
+
 # Measuring
-unmasked = 100 * (at("in stages", "full") / at("first kernel", "full") - 1)
-
-
 def by_mask(sweep):
     """The share of a matmul that every version reaches on a GPU, with and without the mask."""
     found = shares_of(sweep.rows)
@@ -1237,12 +1241,6 @@ lab.together(
         if with_mask("first kernel")[1] > 0
         else "The first kernel does the same work with and without the mask, and its time does "
         "not grow."
-    ),
-    lab.read(
-        f"Even without the mask, the kernel in stages is {unmasked:.0f} % faster than the first "
-        f"kernel, because whole tiles need no masking."
-        if unmasked > 1
-        else "Without the mask, the stages do not help."
     ),
 )
 
@@ -1318,27 +1316,39 @@ def wider_numbers(columns=4096):
 # %%
 
 # Reading
-longer, in_percent = with_mask("PyTorch")
+longer = with_mask("PyTorch")[0]
+without_mask = steps.milliseconds_at("PyTorch", mask="full")
 slow = {step: 1 / rate for step, rate in moved.items()}  # times as long as a copy
 of_bound = steps.share("PyTorch", mask="full") / min(rate_of_table, 1)
+twice_as_wide = wider_numbers()
 lab.read(
-    "**Why is the table so expensive?** "
+    "**Where does standard attention spend its time?** "
     + (
-        "Its bytes are only part of the reason: without a mask, standard attention reaches "
-        + ("less than half" if of_bound < 0.5 else f"{100 * of_bound:.0f} %")
-        + f" of the speed that they would allow, mainly because softmax takes "
-        f"{slow['softmax']:.1f} times as long as a copy of its bytes. "
+        f"Mainly in softmax, which takes {slow['softmax']:.1f} times as long as a copy of its "
+        f"bytes. Without a mask, standard attention therefore reaches only "
+        f"{100 * steps.share('PyTorch', mask='full'):.0f} % of the speed of a matmul, although "
+        f"memory would allow {100 * rate_of_table:.0f} %. "
         if of_bound < 0.9 and slow.get("softmax", nan) > 2
         else f"Without a mask, standard attention reaches {percent('PyTorch', 'full')} of the "
         f"speed of a matmul. "
     )
-    + f"The mask makes it worse. It halves the operations that we count, yet the time grows by "
-    f"about {round(in_percent, -1):.0f} %"
+    + "We have not isolated what slows softmax"
     + (
-        ", mostly in `masked_fill_`."
-        if filling > 0.6 * longer
-        else ", and `masked_fill_` reads and writes the table once more."
+        ", but its bytes alone do not: in float32, for twice the bytes, it takes no longer."
+        if twice_as_wide < 1.05
+        else "."
     )
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"The mask halves the operations that we count, yet the time grows from {without_mask:.1f} to "
+    f"{took['PyTorch']:.1f} ms"
+    + (", mostly in " if filling > 0.6 * longer else ". Part of this is ")
+    + f"`masked_fill_`, which reads and writes the table once more. It, too, takes "
+    f"{slow.get('masked_fill_', nan):.1f} times as long as a copy, and we do not know why."
 )
 
 # %%
@@ -1390,11 +1400,22 @@ def step_bars(axes, rows):
 lab.draw(one_by_one, "Standard attention, step by step", steps_in_words, step_bars)
 
 # %%
+
+# Reading
+one_after_another = sum(
+    row["ms"] for row in one_by_one.rows if row["step"] != "masked_fill_"
+)
+lab.read(
+    f"Timed one by one, the first three steps take {one_after_another:.1f} ms in total; without "
+    f"a mask, standard attention as a whole takes {without_mask:.1f} ms."
+)
+
+# %%
 # In our kernels, none of these steps reads a table from memory or writes one: a tile of scores is
 # masked, exponentiated and multiplied by ``v`` while it is on the chip.
 
 # Measuring
-twice_as_wide, compiled = wider_numbers(), with_mask("torch.compile")[1]
+compiled = with_mask("torch.compile")[1]
 tile_mib = 4 * 16 * 1024**2 * 2 / 2**20
 trips = 8 * 64 * 4096**2 * 2 / (copied * 1e6)  # milliseconds
 of_trips = trips / steps.milliseconds_at("tiled PyTorch", mask="full")
@@ -1420,11 +1441,7 @@ lab.together(
         f"Softmax moves its bytes at {100 * moved.get('softmax', nan):.0f} % of the speed of a "
         f"copy. In the chapter Online softmax, PyTorch's softmax over rows of 4,096 numbers takes "
         f"{twice_as_wide:.2f} times as long in float32 as in bfloat16, for twice the bytes"
-        + (
-            ", so bytes do not limit it. We did not look for what does."
-            if twice_as_wide < 1.2
-            else "."
-        )
+        + (", so bytes do not limit it." if twice_as_wide < 1.2 else ".")
     ),
     lab.read(
         f"When compiled, standard attention takes {abs(compiled):.0f} % "
@@ -1486,8 +1503,10 @@ lab.read(
         else ""
     )
     + (
-        f"The mask itself costs our kernel {100 * (own['full'] - own['causal']):.0f} percentage "
-        f"points. We suspect uneven work, since programs for late queries have more tiles."
+        f"The mask costs our kernel {100 * (own['full'] - own['causal']):.0f} percentage points, "
+        f"{explained:.0f} of them because the kernel also computes the masked scores of the cut "
+        f"tiles, which we do not count. For the rest, we suspect uneven work, because programs for "
+        f"late queries have more tiles."
         if uneven
         else "Per operation, our kernel is about as fast with the mask as without it."
     )
@@ -1499,18 +1518,7 @@ lab.read(
 #    <span id="the-kernel"></span><span id="is-it-right"></span><span id="figure-3"></span>
 #    <span id="figure-4"></span><span id="figure-5"></span><span id="figure-6"></span>
 #
-# :doc:`The next chapter </chapters/attention_fast>` tests this.
-
-# %%
-
-# Folded: How much of the cost of the mask is explained?
-lab.read(
-    f"In the cut tiles, the kernel also computes masked scores, which we do not count. They "
-    f"explain {explained:.0f} of the {100 * (own['full'] - own['causal']):.0f} percentage points. "
-    f"Our suspicion concerns the rest."
-    if uneven
-    else "There is hardly a cost to explain."
-)
+# :doc:`The next chapter </chapters/attention_fast>` tests this suspicion.
 
 # %%
 # What breaks it
@@ -1623,13 +1631,10 @@ assert ends_as["acc not rescaled"] > 30
 assert all(10 < ends_as[x] <= 30 for x in ends_as if x != "acc not rescaled")
 lab.read(
     f"Only the last result gives itself away: {ends_as['acc not rescaled'].item():.1f} cannot be a "
-    f"weighted mean of 10, 20 and 30."
+    f"weighted mean of 10, 20 and 30. Among random numbers, even such a result would not stand out."
 )
 
 # %%
-# Among random numbers, such a result does not stand out, but some queries become NaN. The figure
-# shows this for a small causal kernel without guards, with 64 queries, four tiles of 16 keys and
-# float32. Dashed lines mark where tiles of keys end.
 
 
 # Measuring
@@ -1654,6 +1659,18 @@ def compare(mistake, queries, q, k, v, scale=0.25, mask_value=float("-inf")):
 
 q, k, v = torch.randn(3, 64, 16, device=runtime.DEVICE)
 rising = 3 * torch.linspace(0, 1, 64, device=runtime.DEVICE).unsqueeze(1)
+
+# %%
+
+# Reading
+hidden = torch.ones(64, 64, dtype=torch.bool, device=q.device).triu(1)
+largest = (2.0 * (20 * q) @ k.T).masked_fill(hidden, -torch.inf).amax(1).tolist()
+lab.read(
+    f"The figure shows what becomes of 64 queries in a small causal kernel without guards, in "
+    f"float32. Dashed lines mark where its four tiles of 16 keys end. For **no maximum**, we scale "
+    f"the inputs until scores reach {max(largest):.0f}, and for **acc not rescaled**, later keys "
+    f"tend to score higher. The other rows share one random input."
+)
 
 # %%
 
@@ -1737,21 +1754,15 @@ lab.sketch(
 )
 
 # %%
-
-# Reading
-hidden = torch.ones(64, 64, dtype=torch.bool, device=q.device).triu(1)
-largest = (2.0 * (20 * q) @ k.T).masked_fill(hidden, -torch.inf).amax(1).tolist()
-lab.read(
-    f"**NaN is the lucky case,** because it shows. Without a maximum, it appears where a score "
-    f"reaches 89, whose exponential is infinite in float32; in this row the scores go up to "
-    f"{max(largest):.0f}. The other NaNs belong to queries for which only masked keys are left, "
-    f"and the guards of this page turn these NaNs into zeros, so that nothing warns us."
-)
-
-# %%
-# **Plausible numbers** are found only by a comparison with a reference. Test with several tiles,
-# because ``acc`` not rescaled leaves all queries of the first tile right, and with scores above 89,
-# without which a missing maximum can go unnoticed.
+# **NaN is the lucky case,** because it shows. Without a maximum, it appears where a score reaches
+# 89, whose exponential is infinite in float32. The other NaNs come from tiles in which a query sees
+# no key while its maximum is still :math:`-\infty`. The guards of this page turn these into zeros,
+# so that nothing warns us.
+#
+# **Plausible numbers** are found only by a comparison with a reference. With ``acc`` not rescaled,
+# a query is right if its largest score lies in the first tile of keys, as it must for queries 0 to
+# 15 and happens to for a few later ones. Test with several tiles, therefore, and with scores above
+# 89, or a missing maximum may go unnoticed.
 
 # %%
 
@@ -1777,8 +1788,7 @@ lab.together(
     compare("statistics not updated", [60], q, k, v, 0.25),
     lab.read(
         "**acc not rescaled.** The kernel still rescales `l`, so numerator and denominator end up "
-        "on different scales, unless the largest score is in the first tile, as it is for the "
-        "first 16 queries and a few others."
+        "on different scales, unless the largest score is in the first tile."
     ),
     compare("acc not rescaled", [40], q.abs(), k + rising, v),
     lab.read(
