@@ -770,7 +770,10 @@ def opening_bars(stem):
 
 
 def bars_in_type(bars, caption, least):
-    """Bars in a page's own type; a full line is the longest number, and at least ``least``."""
+    """Bars in a page's own type, on tracks as long as the limit, ``least``, where there is one.
+
+    A full line is the longest number, or the limit.
+    """
     scale = max(least, *(number for _, number in bars))
     rows = "".join(
         f'<li><span>{in_print(label)}</span> <i style="--share:{number / scale:.3f}"></i>'
@@ -778,7 +781,8 @@ def bars_in_type(bars, caption, least):
         for label, number in bars
     )
     return html(
-        f'<figure class="kb-bars"><ul>{rows}</ul><figcaption>{caption}</figcaption></figure>'
+        f'<figure class="kb-bars" style="--limit:{least / scale:.3f}"><ul>{rows}</ul>'
+        f"<figcaption>{caption}</figcaption></figure>"
     )
 
 

@@ -155,7 +155,7 @@ def test_a_ratio_has_two_digits():
 
 
 def test_the_bars_of_the_home_page_are_recorded():
-    [drawn] = re.findall('(?s)<figure class="kb-bars">.*?</figure>', page_of("index.html"))
+    [drawn] = re.findall('(?s)<figure class="kb-bars".*?</figure>', page_of("index.html"))
     where = CHAPTERS["softmax"].where | {"dtype": "bfloat16"}
     for bar, (label, (sweep, provider)) in zip(
         re.findall("(?s)<li>.*?</li>", drawn), HERO.items(), strict=True

@@ -247,11 +247,11 @@ def ladder(
                     value = 100 * sweep.share(rung, **{**where, by: group})
                     ink = colour("Kernel Book" if rung == lit else sweep.limit)
                     axes.barh(place, value, color=ink, height=0.72)
-                    text = {"va": "center", "fontsize": 10}
-                    if 92 < value < 100:  # beyond the limit's line it would read as more
-                        text |= {"ha": "right", "color": "white"}
-                    end = value - 1 if 92 < value < 100 else value + 1
-                    axes.text(end, place, f"{value:.0f}", **text)
+                    bold = {"fontweight": "bold", "color": ink} if rung == lit else {}
+                    axes.annotate(  # in a column, beyond the limit's line and the longest bar
+                        f"{value:.0f}", (1, place), xycoords=("axes fraction", "data"), ha="right",
+                        va="center", fontsize=10, **bold,
+                    )  # fmt: skip
                 axes.axvline(100, color=MUTED, linestyle="--", linewidth=1)
                 axes.set_yticks(range(len(rungs)), [names.get(rung, rung) for rung in rungs])
                 axes.invert_yaxis()
@@ -259,7 +259,8 @@ def ladder(
                 axes.grid(axis="y", visible=False)
                 axes.set_title(_group(by, group), loc="left", fontsize=11, color=MUTED)
             panels[-1, 0].set_xlabel(of_limit)
-            axes.set_xlim(0, max(112, axes.get_xlim()[1]))
+            longest = max(bar.get_width() for axes in panels[:, 0] for bar in axes.patches)
+            axes.set_xlim(0, 1.14 * max(100, longest))
         found = [
             f"{names.get(r.provider, r.provider)} in {_group(by, r[by])} {100 * r.share:.0f}"
             for _, r in rows.iterrows()
