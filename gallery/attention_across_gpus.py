@@ -136,8 +136,7 @@ whole, _ = reference.attention(q, k, v)
 torch.testing.assert_close(out.double(), whole, rtol=1e-5, atol=1e-6)
 lab.read(
     "Three ranks reproduce the output of the whole sequence to within "
-    f"{(out - whole).abs().max().item():.0e}, with sums in float32. A causal mask, however, makes "
-    "their work uneven."
+    f"{(out - whole).abs().max().item():.0e}, with sums in float32."
 )
 
 # %%
@@ -294,8 +293,8 @@ lab.sketch(
 # %%
 # Let one unit be the time that all queries of one rank take with all keys of another. Zig-zag takes
 # half a unit per step, or :math:`W / 2` in all. Contiguous parts take half a unit for the first
-# step and a whole unit for each of the :math:`W - 1` others, or :math:`W - 1/2` in all. **By this
-# count, zig-zag is 1.5 times as fast with two ranks and nearly twice as fast with many.**
+# step and a whole unit for every other, or :math:`W - 1/2` in all. **By this count, zig-zag is 1.5
+# times as fast with two ranks and nearly twice as fast with many.**
 #
 # The loop on one rank
 # --------------------
@@ -364,18 +363,9 @@ errors = [
 on_one = F.scaled_dot_product_attention(*drawn, is_causal=True)
 error_of_one = (on_one.double() - truth).abs().max().item()
 assert max(errors) < 0.05
-of_loop, of_package = (f"{error:.4f}" for error in errors)
-in_16_bits = ", which adds in 16 bits on two ranks," if ranks.world == 2 else ""
 lab.read(
-    (
-        f"On {ranks.world} ranks, this loop and the package{in_16_bits} both come within {of_loop} "
-        "of float64. "
-        if of_loop == of_package
-        else f"On {ranks.world} ranks, this loop comes within {of_loop} of float64, and the "
-        f"package{in_16_bits} within {of_package}. "
-    )
-    + "PyTorch's attention on one device, which rounds less often, comes within "
-    f"{error_of_one:.4f}."
+    f"On {ranks.world} ranks, this loop comes within {errors[0]:.4f} of float64, and PyTorch's "
+    f"attention on one device, which rounds less often, within {error_of_one:.4f}."
 )
 
 # %%
@@ -450,8 +440,7 @@ wrong = max(
 )
 lab.read(
     f"Three ranks reproduce the gradients of the whole sequence to within {wrong:.0e} in float64. "
-    "A rank's terms for its own keys also travel round the ring, which costs one transfer but "
-    "keeps the loop simple. With two ranks, where there is only one addition, the package adds "
+    "With two ranks, where there is only one addition, the package adds "
     "outputs and gradients in 16 bits; with more it uses 32, since the rounding errors of many "
     "additions would accumulate."
 )
@@ -464,7 +453,8 @@ lab.listing(
         "What a rank computes with the keys of the rank source: which queries, which keys, and "
         "whether the mask applies": ring._work,
         "The forward pass of a rank": ring._Ring.forward,
-        "The backward pass of a rank": ring._Ring.backward,
+        "The backward pass of a rank. Its terms for its own keys also travel round the ring, which "
+        "costs one transfer but keeps the loop simple": ring._Ring.backward,
     }
 )
 
@@ -531,8 +521,8 @@ lab.source(ring._exchange)
 #
 # We compare the outputs and gradients of both methods with float64 on two ranks; three and four
 # ranks run only in the package's tests. The tolerance is four times the error of PyTorch's
-# attention on one device, but at least two :term:`ulps <ulp>`: our two terms and their sum are each
-# rounded to 16 bits by up to half an ulp, so rounding alone may cost one and a half.
+# attention on one device, but at least two :term:`ulps <ulp>`, because rounding our two terms and
+# their sum to 16 bits may alone cost one and a half.
 
 # Measuring
 METHODS = {
@@ -897,22 +887,22 @@ slow_or_fast = rounds_of("zig-zag", length)
 lab.read(
     ("**The layout brings the larger gain.** " if by_layout > by_hiding else "")
     + f"At {length:,} tokens, zig-zag saves {took['contiguous'] - took['zig-zag']:.0f} of "
-    f"{took['contiguous']:.0f} ms, and the version that also hides the transfers "
+    f"{took['contiguous']:.0f} ms, and hiding the transfers "
     + (
-        f"takes {saved_ms:.0f} ms less still"
+        f"saves {saved_ms:.0f} more"
         + (
             ", although single rounds of zig-zag differ by as much. "
             if slow_or_fast[1] - slow_or_fast[0] > 0.8 * saved_ms
             else ". "
         )
         if saved_ms > 0
-        else f"takes {-saved_ms:.0f} ms more. "
+        else f"costs {-saved_ms:.0f} again. "
     )
-    + f"At {last:,} tokens, "
+    + f"At {last:,}, "
     + ("hiding makes no measurable difference, but " if last in in_doubt else "")
     + f"zig-zag is {balanced[last]:.2f} times as fast as contiguous parts"
     + (
-        f", almost the {promised:.2f} that counting scores promised."
+        f", close to the {promised:.2f} promised by counting scores."
         if 0.95 < balanced[last] / promised < 1
         else f"; counting scores promised {promised:.2f}."
     )
@@ -1217,17 +1207,6 @@ def compared(found):
     )
 
 
-exchanged = max(
-    abs(
-        100
-        * (
-            speed.milliseconds_at("all to all", seqlen=n)
-            / speed.milliseconds_at("zig-zag", seqlen=n)
-            - 1
-        )
-    )
-    for n in LENGTHS
-)
 beside_ours = {
     n: 100
     * (
@@ -1245,25 +1224,21 @@ come_close = any(timed_peers.values()) and all(
 untimed = [n for n in LENGTHS if n not in PEER_LENGTHS]
 lab.read(
     ("**Two other ways come close.** " if come_close else "")
-    + f"All to all comes within {numpy.ceil(exchanged):.0f} % of the time of zig-zag without hiding"
+    + "All to all takes "
+    + compared({n: beside_ours[n] for n in PEER_LENGTHS}).replace("ours", "our ring")
+    + (" on the longer sequences" if untimed == [first] else "")
     + (
-        ", although in both passes together it sends half as many bytes; we did not look for the "
-        "reason. "
-        if exchanged < 2 and WORLD == 2
-        else ". "
-    )
-    + (
-        f"At {first:,} tokens it beats our ring, with {percent('all to all', first):.0f} % of "
+        f", but beats it at {first:,} tokens, with {percent('all to all', first):.0f} % of "
         f"linear scaling against {percent('Kernel Book', first):.0f}. "
-        if beside_ours[first] <= -1
-        else ""
+        if untimed == [first] and beside_ours[first] <= -1
+        else ". "
     )
     + (
         " ".join(
             "PyTorch's own ring, the experimental `context_parallel` with "
             f"{name.removesuffix(' CP')}'s attention, takes {compared(found)}"
             + (
-                " on the longer sequences; we did not time the shortest, where ours is weakest."
+                "; we did not time it on the shortest, where ours is weakest."
                 if untimed == [first] and lost
                 else "."
             )
@@ -1434,17 +1409,11 @@ lab.together(
 
 # Reading
 profiled = 16384 // SHRINK * WORLD
-between = (
-    ", a length between the two shorter ones timed above"
-    if LENGTHS[0] < profiled < LENGTHS[1]
-    else ""
-)
 lab.read(
-    f"We profile both versions of zig-zag on rank 0, with {profiled:,} tokens, "
-    f"{profiled // WORLD:,} on each rank{between}. With two ranks, a call makes four transfers: "
-    "keys and values in the forward pass (1) and in the backward pass (2), their gradients (3), "
-    "and the complete gradients on their way home (4). A transfer's bar includes the wait for the "
-    "other rank."
+    f"We profile both versions of zig-zag on rank 0, with {profiled:,} tokens in all. With two "
+    "ranks, a call makes four transfers: keys and values in the forward pass (1) and in the "
+    "backward pass (2), their gradients (3), and the complete gradients on their way home (4). A "
+    "transfer's bar includes the wait for the other rank."
 )
 
 # %%
@@ -1624,13 +1593,9 @@ slowed = busy(schedule.rows, "behind", "compute") - busy(
 begins = min(
     (at for at, _ in lane_rows(schedule.rows, "behind", "compute")), default=nan
 )
-waited_for, behind = (
-    sorted(lane_rows(schedule.rows, version, "transfer")) for version in VERSIONS_TRACED
-)
+behind = sorted(lane_rows(schedule.rows, "behind", "transfer"))
 of_first = min(behind, default=(nan, nan))
-waits, hides = (
-    sum(end - start for start, end in found[1:3]) for found in (waited_for, behind)
-)
+hides = sum(end - start for start, end in behind[1:3])
 scaled = hides * length / profiled
 nearest, farthest = apart(length)
 lab.together(
@@ -1644,14 +1609,9 @@ lab.together(
             else ". "
         )
         + (
-            f"Under the profiler, which slows the host, hiding shortens the call by {saved:.0f} %, "
-            f"or {before - after:.1f} ms"
+            f"Under the profiler, which slows the host, hiding shortens the call by {saved:.0f} %"
             + (
-                f": the {waits:.1f} ms of transfers 2 and 3 disappear, but the computation takes "
-                f"{slowed:.1f} ms longer."
-                if slowed > 0.05
-                and abs(waits - slowed - (before - after)) < 0.1 * waits
-                else f", although the computation takes {slowed:.1f} ms longer."
+                f", although the computation takes {slowed:.1f} ms longer."
                 if slowed > 0.05
                 else "."
             )
@@ -1663,12 +1623,11 @@ lab.together(
         else "The profiler saw no kernel on this machine."
     ),
     lab.read(
-        f"At {length:,} tokens, these two transfers carry twice the bytes, so hiding them should "
-        f"save about {scaled:.1f} ms. Above, the medians lie {saved_ms:.0f} ms apart, but single "
-        f"rounds {nearest:.1f} to {farthest:.1f} ms, so the measurement does not contradict this "
-        "count."
+        f"At {length:,} tokens, these two transfers carry twice the bytes, which would account "
+        f"for {share_in_words(scaled / saved_ms)} of the {saved_ms:.0f} ms saved above; the rounds "
+        "spread too widely to tell whether the rest is real."
     )
-    if WORLD == 2 and saved_ms > 0 and nearest < scaled < farthest
+    if WORLD == 2 and nearest < scaled < min(saved_ms, farthest)
     else None,
 )
 
@@ -1680,8 +1639,8 @@ lab.together(
 # the scores but only twice the bytes, so with enough tokens, the computation of each step outlasts
 # the transfer beside it.
 #
-# To find this length, let a rank hold :math:`n` tokens, with :math:`H` query heads of :math:`D`
-# numbers and :math:`H_k` key heads. In a forward step of zig-zag it computes :math:`n^2 / 2` scores
+# Let a rank hold :math:`n` tokens, with :math:`H` query heads of :math:`D` numbers and
+# :math:`H_k` key heads. In a forward step of zig-zag it computes :math:`n^2 / 2` scores
 # per head, of :math:`4 D` FLOPs each, at :math:`S` FLOPs per second, while it sends its keys and
 # values, of two bytes per number, at :math:`B` bytes per second:
 #
@@ -1819,17 +1778,9 @@ lab.table(
 # Reading
 lab.read(
     f"**Over a network card, parts must be {bandwidth / NETWORK:.0f} times as long as over "
-    f"{joined}.** "
-    + (
-        "NVLink connects the GPUs of a host; here it carries "
-        f"{share_in_words(bandwidth / 1e9 / (per_link * int(links[1])))} of the "
-        f"{per_link * int(links[1])} GB/s that it promises in each direction. "
-        if links and per_link
-        else ""
-    )
-    + "A faster kernel needs longer parts, too, because it leaves less time to hide the same "
-    "transfers. The table has two exceptions: the last transfer never hides, and the first does "
-    "not if the host launches its kernel late, as in the profile."
+    f"{joined}**{', which connects the GPUs of a host' if links else ''}. A faster kernel needs "
+    "longer parts, too. Two transfers are exceptions: the last never hides, and the first does not "
+    "if the host launches its kernel late, as in the profile."
 )
 
 # %%
@@ -1861,9 +1812,16 @@ lab.together(
         f"{'every transfer' if always else 'some but not all transfers'} of the forward pass; a "
         "network card at full speed hides "
         + (f"none at {' and '.join(too_long)}. " if too_long else "every one too. ")
-        + "The formula uses the speeds of the largest step and the largest transfer. Where a step "
-        "takes far longer than its scores would, we see its launch rather than its scores. "
-        f"The last column divides the bytes by the card's {NETWORK / 1e9:.0f} GB/s, which "
+        + "The formula uses the speeds of the largest step and the largest transfer"
+        + (
+            f"; there, {joined} carries "
+            f"{share_in_words(bandwidth / 1e9 / (per_link * int(links[1])))} of the "
+            f"{per_link * int(links[1])} GB/s that it promises in each direction. "
+            if links and per_link
+            else ". "
+        )
+        + "Where a step takes far longer than its scores would, we see its launch rather than its "
+        f"scores. The last column divides the bytes by the card's {NETWORK / 1e9:.0f} GB/s, which "
         "gives the least possible time: a real card also has latency."
     ),
     steps,
@@ -1936,15 +1894,15 @@ optimistic = min(differ.values()) > 0
 lab.together(
     lab.read(
         f"**About {about(64 * enough) / 1e6:.1f} million tokens, or {enough:,.0f} per GPU, by a "
-        f"simulation{' that proves optimistic' if optimistic else ''}.** There a ring reaches "
-        f"{GOOD} % of linear scaling, marked by a dot in the next figure."
+        f"simulation{' that proves optimistic' if optimistic else ''}.** At that length, a ring "
+        f"reaches {GOOD} % of linear scaling (a dot in the next figure)."
     ),
     lab.read(
         f"We have only {WORLD} GPUs (crosses), so we put larger rings together from the steps and "
         "transfers that we measured: a step lasts as long as its scores, the transfer beside them "
-        "or the host's launch, whichever is longest. Eight GPUs share a host, so their transfers "
-        f"have the measured speed of {joined}; in larger rings, transfers have a network card's "
-        f"full {NETWORK / 1e9:.0f} GB/s:"
+        "or the host's launch, whichever is longest. Eight GPUs share a host, so we give them the "
+        f"measured speed of {joined}; larger rings get a network card's full "
+        f"{NETWORK / 1e9:.0f} GB/s:"
     ),
 )
 
@@ -1960,7 +1918,7 @@ def curves(axes, rows):
     axes.text(0.96 * knee, 4, "the card hides transfers from here", ha="right", **note)
     ends = PER_RANK[0] / 1.2, PER_RANK[-1] * 1.2
     axes.axvspan(largest, ends[1], color="#59636e", alpha=0.1, linewidth=0)
-    axes.text(1.06 * largest, 4, "extrapolated", **note)
+    axes.text(1.06 * largest, 4, "extrapolated from\nshorter parts", **note)
     axes.axhline(GOOD, color="#59636e", linewidth=0.8, linestyle="--")
     for world, ink in ((8, ours), (64, over_network)):
         link = CLUSTERS[world]
@@ -2034,13 +1992,11 @@ lab.together(
         )
     ),
     lab.read(
-        "In the simulation too, only the length of a rank's part matters, because it knows no slow "
-        "ranks and no shared switch. "
+        "The simulation knows no slow ranks and no shared switch, so rings of 64 and of 1,024 GPUs "
         + (
-            "Rings of 64 and of 1,024 GPUs share one line, so sixteen times as many GPUs need a "
-            "text sixteen times as long:"
+            "share one line, and sixteen times as many GPUs need a text sixteen times as long:"
             if between_lines < 2
-            else f"Rings of 64 and of 1,024 GPUs lie within {between_lines:.0f} points. They need:"
+            else f"lie within {between_lines:.0f} points. They need:"
         )
     ),
 )
@@ -2085,24 +2041,14 @@ flat = (
     if steps.rows
     else {nan}
 )
-of_card = enough_of.get(64, nan)
-hides_card = round(hidden_from("backward", NETWORK), -3)
 lab.read(
     f"**Over {joined}, hiding the transfers is not enough.** For {GOOD} %, eight GPUs need "
     f"{stretch:.1f} times the {round(hidden_from('backward', bandwidth), -2):,.0f} tokens per rank "
     "from which transfers hide, because shorter parts take longer per score"
     + (
-        " and, almost up to that length, also wait for the host."
-        if 0.8 < by_host / enough < 1
-        else f" and, up to {about(by_host):,.0f} tokens, also wait for the host."
+        f" and, up to {about(by_host):,.0f} tokens, also wait for the host."
         if by_host
         else "."
-    )
-    + (
-        f" Over the card, {GOOD} % comes first, at {of_card:,.0f} tokens; the transfers hide "
-        f"completely only from {hides_card:,.0f}."
-        if of_card < hides_card
-        else ""
     )
 )
 
@@ -2171,8 +2117,8 @@ lab.together(
 #    ...  # in the model, for q, k and v of shape (batch, heads, seqlen / world, head_dim):
 #    out = kernelbook.ring_attention(q, k, v, is_causal=True, layout="zigzag")
 #
-# ``all_to_all_attention`` takes the same arguments. It accepts either layout, since its exchange
-# puts the tokens into the order of the sequence.
+# ``all_to_all_attention`` takes the same arguments and accepts either layout, since its exchange
+# puts the tokens in order.
 #
 # Shift the labels before cutting, because the label of a piece's last token lies in another piece.
 # Cut the positions too, since they must be those of the whole sequence. If the loss is a sum over
@@ -2187,8 +2133,8 @@ lab.together(
 # process group allows.
 #
 # **A wrong layout.** A contiguous part passed as zig-zag has the right shape, so no rank can detect
-# the mistake, and the result is wrong. ``passed_as`` cuts new random inputs into contiguous parts
-# and calls ``ring_attention`` with a ``layout``:
+# the mistake, and the result is wrong. ``passed_as`` calls ``ring_attention`` with contiguous parts
+# of new random inputs and a ``layout``:
 
 # %%
 

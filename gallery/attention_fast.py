@@ -263,9 +263,9 @@ lab.sketch(
 # The ladder
 # ----------
 #
-# The ladder starts from the staged kernel of the last chapter. Speeds are given in percent
-# of that of a :term:`cuBLAS` matmul in the same run, and in the text with a causal mask unless we
-# say otherwise.
+# The ladder starts from the staged kernel of the last chapter. Speeds are in percent of a
+# :term:`cuBLAS` matmul's in the same run and, in the text, with a causal mask unless we say
+# otherwise.
 
 
 # Whole: one for all rungs, with a flag for each change
@@ -760,8 +760,7 @@ lab.read(
         if abs(steps_up["two programs"]) < CHANCE
         else f"loses {-100 * steps_up['two programs']:.0f} %"
     )
-    + ", and rung 4, the largest step, only takes a maximum in another way, which returns the same "
-    "numbers as before. Waits "
+    + ", and rung 4, the largest step, only takes the same maximum in another way. Waits "
     + (
         "play a part in both."
         if limit_costs
@@ -931,6 +930,9 @@ def two_boxes(axes):
                 axes.text(
                     x + 0.5, (number + 0.5) * part, words, ha="center", va="center"
                 )
+        if len(programs) == 1:
+            free = 1 - registers
+            axes.text(left + 0.5, 1 - free / 2, "free", ha="center", va="center")
         free = 1 - len(programs) * shared
         said = f"{227 * free:.0f} KiB free"
         axes.text(left + 1.7, 1 - free / 2, said, ha="center", va="center")
@@ -1048,10 +1050,9 @@ lab.read(
 # Rung 2: descriptors instead of addresses
 # ----------------------------------------
 #
-# Registers are now scarce, and a thread spends some of them on addresses: for each piece of a tile
-# that it loads, it computes and keeps an address and a mask. A :term:`tensor descriptor
-# <descriptor>` makes these unnecessary. The host creates it once, from the address, sizes and
-# strides of a tensor, and the size of a tile.
+# Registers are now scarce, and a thread spends some of them on an address and a mask for each piece
+# of a tile that it loads. A :term:`tensor descriptor <descriptor>` makes these unnecessary. The
+# host creates it once, from the address, sizes and strides of a tensor, and the size of a tile.
 #
 # .. image:: /figures/attention-descriptor.svg
 #    :alt: Above, without a descriptor: 256 threads each compute addresses and a mask in registers,
@@ -1297,9 +1298,9 @@ lab.sketch(
 )
 
 # %%
-# Whatever is left of the 128 must hold everything else, such as maxima and sums. To get the second
-# order, each iteration ends with the scores of the *next* tile, and the last tile is finished after
-# the loops. The lines are the same, in another order:
+# Whatever is left of the 128 must hold everything else, such as maxima and sums. So that Triton
+# waits for ``p v`` first, each iteration ends with the scores of the *next* tile, and the last tile
+# is finished after the loops:
 #
 # .. code-block:: python
 #
@@ -1312,10 +1313,7 @@ lab.sketch(
 
 
 # Drawing
-all_matmuls, in_loops = (
-    compiled_to(name, "matmul instructions")
-    for name in ("one iteration ahead", "descriptors")
-)
+all_matmuls = compiled_to("one iteration ahead", "matmul instructions")
 free_before, free_after = (
     compiled_to(f"{name}, no limit", "registers")
     for name in ("descriptors", "one iteration ahead")
@@ -1331,11 +1329,10 @@ measured(
     f"Without the limit, a thread would now use {free_after} registers instead of {free_before}. "
     if free_after < free_before
     else "",
-    f"Yet the code still waits after each of its matmul instructions, now {all_matmuls} because "
-    f"{all_matmuls - in_loops} more stand outside the loops"
-    + (f", and {spilling} values spill" if spilling else "")
-    + ". So we do not know what gains speed here. The waits have a new reason, which rung 4 "
-    "removes."
+    "Yet "
+    + (f"{spilling} values spill, and " if spilling else "")
+    + f"the code still waits after each matmul instruction ({all_matmuls}, with those outside the "
+    "loops), so we do not know what gains speed. The waits have a new reason, which rung 4 removes."
     if still_waits and more_spills
     else "We did not isolate what gains speed here.",
 )
@@ -1344,9 +1341,9 @@ measured(
 # Rung 4: the maximum in two steps
 # --------------------------------
 #
-# Why does the code of rung 3 still wait after each matmul instruction? Registers are no longer the
-# reason. Its loop carries two versions of ``acc``, and Triton copies one to the other while ``p v``
-# is still writing it. To be safe, the assembler makes the program wait:
+# The waits of rung 3 no longer come from a shortage of registers. Its loop carries two versions of
+# ``acc``, and Triton copies one to the other while ``p v`` is still writing it. To be safe, the
+# assembler makes the program wait:
 #
 # .. image:: /figures/attention-acc-twice.svg
 #    :alt: Three timelines of the four instructions of p v. In rung 3, as Triton writes it, the
@@ -1401,8 +1398,8 @@ as_printed(
 free = "one iteration ahead, no limit"
 of_first = {seen[name]["reason"] for name in ("two programs", "descriptors") if seen}
 lab.read(
-    "In plain words: something reads the accumulator, the registers of `acc`, while a matmul "
-    "(`wgmma`) may still be writing them, so every matmul of the kernel has to wait. "
+    "In plain words: something reads the accumulator, `acc`, while a matmul (`wgmma`) may still be "
+    "writing it, so every matmul of the kernel has to wait. "
     + (
         f"In rungs 1 and 2, the reason was “{of_first.pop()}”. "
         if len(of_first) == 1
@@ -1419,12 +1416,12 @@ lab.read(
 # %%
 # Why are there two versions of ``acc``? To multiply ``acc * alpha``, the compiler needs both in one
 # *layout*, which says which thread holds which elements. But ``alpha`` has the layout of the
-# scores, from whose maximum it comes, so one of the two must be converted. ``alpha`` is the cheap
-# choice, with one number per row against 128 in ``acc``, and up to rung 2, the compiler makes it.
+# scores, from whose maximum it comes. Up to rung 2, the compiler converts ``alpha``, the cheap
+# choice, with one number per row against 128 in ``acc``.
 #
-# In rung 3, it converts ``acc`` instead in some places, and one loop is left with two versions, as
-# *TTGIR* shows, Triton's intermediate code (``compiled.asm["ttgir"]``). We do not know why the
-# choice changes. But if a reshape in ``row_max`` gives the maximum another layout, it changes back:
+# In rung 3, it converts ``acc`` in some places, and one loop is left with two versions, as *TTGIR*
+# shows, Triton's intermediate code (``compiled.asm["ttgir"]``). We do not know why. But if a
+# reshape in ``row_max`` gives the maximum another layout, the compiler no longer converts ``acc``:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
 #    :language: python
@@ -1438,7 +1435,7 @@ measured(
     f"Of {compiled_to('one iteration ahead', 'waits for them')} waits, "
     f"{compiled_to('two-step maximum', 'waits for them')} remain"
     + (
-        ", one for each `tl.dot` in the loops and outside them."
+        ", one for each `tl.dot`."
         if compiled_to("two-step maximum", "waits for them") == 6
         else "."
     ),
@@ -1446,8 +1443,8 @@ measured(
 
 # %%
 # Is it really the copy that costs so much, or does ``row_max`` help in some other way? We keep the
-# maximum of rung 3, whose TTGIR waits for ``p v`` twice, once for each version of ``acc``. We
-# delete the second wait by hand and use the first version for both, so that nothing is copied:
+# maximum of rung 3 and edit its TTGIR by hand, so that both uses share one version of ``acc`` and
+# nothing is copied:
 
 # Reading
 TESTED = {
@@ -1685,7 +1682,7 @@ lab.measure(
 
 # %% An animation
 # Here the programs of two heads run on three SMs, each with slots for two; the heaviest are orange.
-# If the heavy ones start first, across both heads, all are done after 13 units of time, not 16:
+# If the heavy ones start first, across both heads, all are done earlier:
 #
 # .. animation:: light_or_heavy_first
 
@@ -1753,8 +1750,7 @@ for tiles, heads in ((32, 64), (32, 16), (128, 16)):
 # Reading
 lab.read(
     f"`HEADS_AT_ONCE` is {promised['at once']} here, because the keys and values of "
-    f"{promised['at once']} heads fit into half of the L2 cache. We leave the other half to all "
-    f"other data, and timed no other choice."
+    f"{promised['at once']} heads fit into half of the L2 cache. We timed no other choice."
 )
 
 # %%
@@ -1918,8 +1914,8 @@ lab.read(
     "The second program makes registers scarce, and rungs 2 and 3 save them"
     + (", though each gained little when we made it. " if grown else ". ")
     + (
-        "Without the order of rung 3, ptxas again reports too few, and the code waits after each "
-        "matmul instruction. "
+        "Without the order of rung 3, ptxas again reports too few registers, and the code waits "
+        "after each matmul instruction. "
         if reason == scarce
         else ""
     )
@@ -2217,8 +2213,7 @@ lab.read(
     + f"in only {at_work('finished'):.0f} % of the finished kernel's cycles, whereas a cuBLAS "
     f"matmul{', at a lower clock,' if slower_clock else ''} reaches {at_work('matmul'):.0f} %. "
     + (
-        "Our first figure has the same two thirds only by chance, because there exponentials cost "
-        "time. "
+        f"That {at_work('finished'):.0f} % is also the bound for warps in step is a coincidence. "
         if two_thirds
         else ""
     )
@@ -2312,8 +2307,8 @@ lab.read(
     "Part of this gap closes in Gluon, the language below Triton, where warps can have roles: one "
     "half computes exponentials while the other half's matmul runs. "
     + (
-        f"With roles and other changes, attention without a mask reaches {100 * roles[1]:.0f} % of "
-        f"a matmul in a separate run, against {100 * roles[0]:.0f} % in plain Triton."
+        f"In a separate run, roles and other changes bring attention without a mask from "
+        f"{100 * roles[0]:.0f} % of a matmul to {100 * roles[1]:.0f} %."
         if roles and roles[1] > roles[0]
         else "The chapter on Hopper measures the speed."
     )
@@ -2823,9 +2818,9 @@ assert [row["in head 1"] for row in rows] == [0, 12]
 lab.table(rows, "Rows that the program of head 0 wrote")
 
 # %%
-# With the flattened descriptor, the program wrote 12 rows of the wrong head. In attention, these
-# would hold wrong numbers, and that head's own program writes the right ones to the same rows:
-# whichever finishes last wins. Tests miss this when the length is a multiple of the tile.
+# The 12 rows belong to another head. In attention, the program would write wrong numbers there, and
+# that head's own program the right ones: whichever finishes last wins. Tests miss this when the
+# length is a multiple of the tile.
 
 
 # Measuring
@@ -2874,11 +2869,11 @@ lab.together(past_the_end, too_much)
 # In short
 # --------
 #
-# A second program on an SM uses the tensor cores while the first computes exponentials. It fits
-# only if programs are small, and it pays off in full only if no values spill and each program hands
-# over every matmul whole and waits for it once. A shortage of registers prevents this, and so does
-# a copy of the accumulator. So count the waits in the machine code, and ask the assembler for its
-# reason. At the end, take each change back, because its worth depends on the others.
+# A second program on an SM uses the tensor cores while the first computes exponentials. It pays off
+# in full only if no values spill and each program waits once per ``tl.dot``. A shortage of
+# registers prevents this, and so does a copy of the accumulator. So count the waits in the machine
+# code, and ask the assembler for its reason. At the end, take each change back, because its worth
+# depends on the others.
 #
 # :doc:`/chapters/attention_hopper` gives warps roles, :doc:`/chapters/attention_backward` turns to
 # the gradient, and :doc:`/chapters/attention_in_models` to a single query.

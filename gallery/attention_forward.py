@@ -142,8 +142,8 @@ lab.together(
 )
 
 # %%
-# **Memory.** The scores and weights must also fit. For 16 heads, the figure compares what standard
-# attention allocates for them with the tensors that every version needs.
+# **Memory.** The scores and weights must also fit. The figure compares them, for 16 heads, with the
+# tensors that every version needs.
 
 package = partial(attention, backend="triton")
 
@@ -242,9 +242,8 @@ lab.read(
         else f"At length {last.get('length', nan):,}, "
     )
     + f"the scores and weights take {last.get('PyTorch, MiB', nan) / 1024:,.0f} GiB. The kernels "
-    f"that we write here allocate nothing but the output. The package's kernel, from the next "
-    f"chapter, adds {last.get('Kernel Book, MiB', nan):,.0f} MiB, because it also stores the "
-    f"logsumexp, one number per query and head, for the backward pass."
+    f"that we write here allocate nothing but the output, and the package's kernel only "
+    f"{last.get('Kernel Book, MiB', nan):,.0f} MiB more, for the backward pass."
 )
 
 # %%
@@ -273,18 +272,18 @@ lab.read(
 #
 # **The price.** Every tile of queries reads all keys and values of its head again. In 16 bits, a
 # key and its value are :math:`4 D` bytes, on which a tile of :math:`M` queries does :math:`4 M D`
-# operations: :math:`M` per byte. Where the GPU can execute more than that, HBM alone is too slow,
-# and the :term:`L2` cache has to serve some of the reads.
+# operations: :math:`M` per byte. Where that is too few, the :term:`L2` cache has to serve some of
+# the reads.
 
 # Reading
 tile, l2 = 128, machine.provenance["l2_mib"] if machine.rows else nan
 lab.read(
-    f"Our tiles will have {tile} queries and thus do {tile} operations per byte, "
+    f"Our tiles will have {tile} queries. The {gpu} can execute {needed:.0f} operations per byte, "
     + (
-        f"fewer than the {needed:.0f} that the {gpu} can execute. Without L2, they would reach at "
-        f"most {100 * tile / needed:.0f} % of the speed of a matmul."
+        f"so from HBM alone, they would reach at most {100 * tile / needed:.0f} % of the speed of "
+        f"a matmul."
         if tile < needed
-        else f"and the {gpu} needs no more than {needed:.0f}."
+        else "so HBM alone is fast enough for them."
     )
 )
 
@@ -481,8 +480,8 @@ lab.together(
 # Tiles in plain PyTorch
 # ----------------------
 #
-# PyTorch lets us watch every iteration. Here is the loop for one tile of queries, without a mask
-# and with a scale of 1. After each tile of keys, it prints the state of the first query.
+# Here is the loop for one tile of queries, without a mask and with a scale of 1. After each tile of
+# keys, it prints the state of the first query.
 
 
 def one_tile_of_queries(q, k, v, block):
@@ -593,9 +592,8 @@ def _begin(q_ptr, seqlen_q, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr):
 
 # %%
 # The first kernel loops over all keys and masks every tile; ``n_visible`` says how many keys each
-# query sees. Past the last key, ``other=0.0`` loads zeros. Without it, the keys and values there
-# would be undefined: their scores are masked, but ``p @ v`` could still multiply a weight of 0 by a
-# NaN.
+# query sees. Past the last key, ``other=0.0`` loads zeros: otherwise the values there would be
+# undefined, and a weight of 0 times a NaN is NaN.
 
 
 @triton.jit
@@ -683,10 +681,9 @@ print(*(f"{x:.3f}" for x in out[0, 0, :, 0].tolist()))
 #          diagonal, and the rest is never computed. Two marks in row 1 show whole, key 32, where
 #          the whole tiles end, and seen_by_some, key 64, where the cut ones end.
 #
-# A tile of scores is *whole* if every query sees every key, *cut* if the diagonal passes through it
-# or the keys end within it, and *beyond* if no query sees any key. In each row, the whole tiles
-# come first. We can therefore split the loop into two *stages*, mask only in the second, and stop
-# after the cut tiles.
+# A tile of scores is *whole* if every query sees every key, *beyond* if no query sees any, and
+# otherwise *cut*. In each row, the whole tiles come first, so we can split the loop into two
+# *stages*, mask only in the second, and stop after the cut tiles.
 #
 # Take row 1, queries 32 to 63. Its first query sees 33 keys and the others more, so
 # ``seen_by_all`` is 33, and the first stage ends at key ``whole`` = 33 // 16 · 16 = 32. Its last
@@ -774,8 +771,8 @@ lab.read(
 )
 
 # %%
-# The animation runs both stages for a tile of four queries, with head_dim 2 and tiles of four keys:
-# first three whole tiles, then a cut one, the only one that is masked.
+# The animation runs both stages for a tile of four queries, with head_dim 2, a scale of 1 and tiles
+# of four keys: three whole ones, then a cut one.
 #
 # .. animation:: attention_loop
 #
@@ -795,8 +792,7 @@ lab.read(
 # %%
 # **Queries and keys of different lengths.** A model that has read 997 tokens and processes 3 more
 # has 3 queries and 1,000 keys, and its last query should see all the keys. This book therefore
-# aligns the diagonal to the *bottom right*: query :math:`i` sees key :math:`j` if
-# :math:`j \le i + \text{seqlen}_k - \text{seqlen}_q`. PyTorch's ``is_causal=True`` aligns it to the
+# aligns the diagonal to the *bottom right*, whereas PyTorch's ``is_causal=True`` aligns it to the
 # top left.
 #
 # .. tilemap::
@@ -882,8 +878,8 @@ lab.read(
     f"**Would our check notice a missing tile?** We compare every version with float64 and allow "
     f"it four times the error of standard attention in the same dtype. With 512 keys in float16, a "
     f"kernel that leaves out one of its eight tiles of keys has "
-    f"{lost['error'] / lost['tolerance']:.0f} times the error that we allow. At length 4,096, the "
-    f"check still notices one missing tile of {WIDE['BLOCK_N']} keys."
+    f"{lost['error'] / lost['tolerance']:.0f} times the error that we allow. At length 4,096, one "
+    f"tile missing among {4096 // WIDE['BLOCK_N']} is still noticed."
 )
 
 # %%
@@ -1073,9 +1069,9 @@ lab.read(
 )
 
 # %%
-# The hatched bars, from the next chapter, are those of *SDPA*: PyTorch's
-# ``scaled_dot_product_attention``, with the kernels of two libraries, cuDNN and FlashAttention-2.
-# The latter was written for an older GPU, the A100.
+# The hatched bars, from the next chapter, are those of *SDPA*, PyTorch's
+# ``scaled_dot_product_attention``, with the kernels of cuDNN and of FlashAttention-2, which was
+# written for an older GPU, the A100.
 
 
 # Drawing
@@ -1161,18 +1157,18 @@ took = {
 unmasked = 100 * (at("in stages", "full") / at("first kernel", "full") - 1)
 in_loop = steps.milliseconds_at("tiled PyTorch", mask="full")
 lab.read(
-    f"Read the bars from the top. Standard attention takes {took['PyTorch']:.1f} ms"
-    + (
-        ", and `torch.compile` makes it "
+    (
+        "`torch.compile` makes standard attention "
         + ("twice" if 1.95 <= by_compiling < 2.05 else f"{by_compiling:.1f} times")
         + " as fast but keeps the table. "
         if by_compiling > 1 and keeps_table
-        else ". "
+        else ""
     )
     + (
-        f"Tiles alone are not enough. In plain PyTorch, every operation still writes its tile to "
-        f"memory; the loop is {under_mask:.1f} times as fast as standard attention, and only "
-        f"because it skips tiles. Without a mask, it takes {slower:.1f} times as long."
+        f"Tiles alone are not enough: the loop in plain PyTorch, where every operation still "
+        f"writes its tile to memory, is {under_mask:.1f} times as fast as standard attention, and "
+        f"only because it skips tiles. Without a mask, where it can skip none, it takes "
+        f"{slower:.1f} times as long as standard attention."
         if under_mask > 1 and slower > 1 and in_loop > took["PyTorch"]
         else f"The loop in plain PyTorch, where every operation still writes its tile to memory, "
         f"reaches {under_mask:.1f} times the speed of standard attention with the mask and "
@@ -1185,16 +1181,15 @@ lab.read(
 # Reading
 share_left = 1 / times_as_fast["first kernel"]
 lab.read(
-    f"The first kernel keeps its tiles on the chip but computes all of them. The kernel in stages, "
-    f"with tiles of the same size, leaves out those beyond the diagonal, masks only the cut ones, "
-    f"and needs {'half the' if twice else f'{share_left:.2f} of the'} time, "
-    f"{took['in stages']:.1f} ms. "
+    f"The first kernel keeps its tiles on the chip but computes all of them. The kernel in stages "
+    f"leaves out those beyond the diagonal, masks only the cut ones, and needs "
+    f"{'half the' if twice else f'{share_left:.2f} of the'} time, {took['in stages']:.1f} ms. We "
+    f"did not time these two changes apart"
     + (
-        f"We did not time these two changes apart. But without a causal mask, where no tile can be "
-        f"left out, the kernel in stages masks none and is {unmasked:.0f} % faster than the first "
-        f"kernel, which masks them all. "
-        if unmasked > 1
-        else "We did not time these two changes apart. "
+        f", but without a causal mask, where no tile can be left out, masking none instead of all "
+        f"makes it only {unmasked:.0f} % faster. "
+        if 1 < unmasked < 20
+        else ". "
     )
     + "If you write such a kernel, first bring the whole loop into it, and then skip tiles."
 )
@@ -1321,34 +1316,31 @@ without_mask = steps.milliseconds_at("PyTorch", mask="full")
 slow = {step: 1 / rate for step, rate in moved.items()}  # times as long as a copy
 of_bound = steps.share("PyTorch", mask="full") / min(rate_of_table, 1)
 twice_as_wide = wider_numbers()
+idle = min(slow.get(step, nan) for step in ("softmax", "masked_fill_")) > 2
 lab.read(
     "**Where does standard attention spend its time?** "
     + (
-        f"Mainly in softmax, which takes {slow['softmax']:.1f} times as long as a copy of its "
-        f"bytes. Without a mask, standard attention therefore reaches only "
-        f"{100 * steps.share('PyTorch', mask='full'):.0f} % of the speed of a matmul, although "
-        f"memory would allow {100 * rate_of_table:.0f} %. "
-        if of_bound < 0.9 and slow.get("softmax", nan) > 2
-        else f"Without a mask, standard attention reaches {percent('PyTorch', 'full')} of the "
-        f"speed of a matmul. "
+        f"Mostly in two steps that multiply nothing: softmax and, under the mask, `masked_fill_` "
+        f"take {slow['softmax']:.1f} and {slow['masked_fill_']:.1f} times as long as a copy of "
+        f"their bytes. We have not isolated why"
+        + (
+            ", but softmax is not slow because of its bytes: in float32, for twice as many, it "
+            "takes no longer. "
+            if twice_as_wide < 1.05
+            else ". "
+        )
+        if idle and filling > 0.6 * longer
+        else ""
     )
-    + "We have not isolated what slows softmax"
+    + f"Without a mask, standard attention reaches "
+    f"{100 * steps.share('PyTorch', mask='full'):.0f} % of the speed of a matmul"
     + (
-        ", but its bytes alone do not: in float32, for twice the bytes, it takes no longer."
-        if twice_as_wide < 1.05
-        else "."
+        f", although memory would allow {100 * rate_of_table:.0f} %"
+        if of_bound < 0.9
+        else ""
     )
-)
-
-# %%
-
-# Reading
-lab.read(
-    f"The mask halves the operations that we count, yet the time grows from {without_mask:.1f} to "
-    f"{took['PyTorch']:.1f} ms"
-    + (", mostly in " if filling > 0.6 * longer else ". Part of this is ")
-    + f"`masked_fill_`, which reads and writes the table once more. It, too, takes "
-    f"{slow.get('masked_fill_', nan):.1f} times as long as a copy, and we do not know why."
+    + f". With the mask, we count half the operations, yet its time grows from "
+    f"{without_mask:.1f} to {took['PyTorch']:.1f} ms."
 )
 
 # %%
@@ -1400,21 +1392,12 @@ def step_bars(axes, rows):
 lab.draw(one_by_one, "Standard attention, step by step", steps_in_words, step_bars)
 
 # %%
+# Our kernels take all of these steps on the chip.
 
-# Reading
+# Measuring
 one_after_another = sum(
     row["ms"] for row in one_by_one.rows if row["step"] != "masked_fill_"
 )
-lab.read(
-    f"Timed one by one, the first three steps take {one_after_another:.1f} ms in total; without "
-    f"a mask, standard attention as a whole takes {without_mask:.1f} ms."
-)
-
-# %%
-# In our kernels, none of these steps reads a table from memory or writes one: a tile of scores is
-# masked, exponentiated and multiplied by ``v`` while it is on the chip.
-
-# Measuring
 compiled = with_mask("torch.compile")[1]
 tile_mib = 4 * 16 * 1024**2 * 2 / 2**20
 trips = 8 * 64 * 4096**2 * 2 / (copied * 1e6)  # milliseconds
@@ -1436,6 +1419,10 @@ lab.together(
             for row in one_by_one.rows
         ],
         "Standard attention at length 4,096, each step timed by itself",
+    ),
+    lab.read(
+        f"Timed one by one, the three steps without the mask take {one_after_another:.1f} ms in "
+        f"total; standard attention as a whole takes {without_mask:.1f} ms."
     ),
     lab.read(
         f"Softmax moves its bytes at {100 * moved.get('softmax', nan):.0f} % of the speed of a "
@@ -1503,10 +1490,10 @@ lab.read(
         else ""
     )
     + (
-        f"The mask costs our kernel {100 * (own['full'] - own['causal']):.0f} percentage points, "
-        f"{explained:.0f} of them because the kernel also computes the masked scores of the cut "
-        f"tiles, which we do not count. For the rest, we suspect uneven work, because programs for "
-        f"late queries have more tiles."
+        f"The mask takes our kernel from {100 * own['full']:.1f} to "
+        f"{percent('in stages', 'causal')} of the speed of a matmul. The masked scores of the cut "
+        f"tiles, which it computes and we do not count, explain {explained:.0f} points; for the "
+        f"rest, we suspect uneven work, because programs for late queries have more tiles."
         if uneven
         else "Per operation, our kernel is about as fast with the mask as without it."
     )
@@ -1525,7 +1512,7 @@ lab.read(
 # --------------
 #
 # Would you notice a wrong line? Often not: the kernel still runs, and many of its numbers look
-# right. To see this, we plant four mistakes, one at a time:
+# right. We plant four mistakes, one at a time:
 #
 # .. code-block:: python
 #
@@ -1569,7 +1556,6 @@ def _fragile_kernel(
 
 
 # %%
-# Here is what each of them does to the last query of our three keys, in tiles of two.
 
 
 # Measuring
@@ -1621,7 +1607,7 @@ lab.table(
         }
         for mistake, x in ends_as.items()
     ],
-    "The last of three queries, with each mistake, in PyTorch",
+    "The last query of our three keys in tiles of two, with each mistake, in PyTorch",
 )
 
 # %%
@@ -1631,7 +1617,7 @@ assert ends_as["acc not rescaled"] > 30
 assert all(10 < ends_as[x] <= 30 for x in ends_as if x != "acc not rescaled")
 lab.read(
     f"Only the last result gives itself away: {ends_as['acc not rescaled'].item():.1f} cannot be a "
-    f"weighted mean of 10, 20 and 30. Among random numbers, even such a result would not stand out."
+    f"weighted mean of 10, 20 and 30. Among random numbers, even that would not stand out."
 )
 
 # %%
@@ -1666,10 +1652,10 @@ rising = 3 * torch.linspace(0, 1, 64, device=runtime.DEVICE).unsqueeze(1)
 hidden = torch.ones(64, 64, dtype=torch.bool, device=q.device).triu(1)
 largest = (2.0 * (20 * q) @ k.T).masked_fill(hidden, -torch.inf).amax(1).tolist()
 lab.read(
-    f"The figure shows what becomes of 64 queries in a small causal kernel without guards, in "
-    f"float32. Dashed lines mark where its four tiles of 16 keys end. For **no maximum**, we scale "
-    f"the inputs until scores reach {max(largest):.0f}, and for **acc not rescaled**, later keys "
-    f"tend to score higher. The other rows share one random input."
+    f"The figure shows what becomes of 64 queries, which see one to four tiles of 16 keys, in a "
+    f"small causal kernel without guards, in float32. For **no maximum**, we scale the inputs "
+    f"until scores reach {max(largest):.0f}, and for **acc not rescaled**, later keys tend to "
+    f"score higher. The other rows share one random input."
 )
 
 # %%
@@ -1728,7 +1714,11 @@ def strips(axes):
     names = ["no mistake" if name == "right" else name for name in fates]
     axes.set_yticks(range(len(fates)), names)
     axes.set_xticks([0, 16, 32, 48, 63])
-    axes.set(xlim=(0, 64), ylim=(len(fates) - 0.5, -0.5), xlabel="query")
+    for number in range(4):
+        text = f"{number + 1} tiles" if number else "see 1 tile"
+        look = {"ha": "center", "va": "center", "fontsize": 10, "color": "#59636e"}
+        axes.text(16 * number + 8, -0.7, text, **look)
+    axes.set(xlim=(0, 64), ylim=(len(fates) - 0.5, -1), xlabel="query")
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
     axes.legend(
@@ -1762,7 +1752,7 @@ lab.sketch(
 # **Plausible numbers** are found only by a comparison with a reference. With ``acc`` not rescaled,
 # a query is right if its largest score lies in the first tile of keys, as it must for queries 0 to
 # 15 and happens to for a few later ones. Test with several tiles, therefore, and with scores above
-# 89, or a missing maximum may go unnoticed.
+# 89.
 
 # %%
 

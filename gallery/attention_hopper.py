@@ -109,8 +109,8 @@ lab.read(
 #
 #    Give each warp a role, and let every consumer issue two matmuls together: the scores of one
 #    tile and the weighted sum of the tile before. A consumer then visits the matmul units once per
-#    tile instead of twice, and can compute exponentials while its sum runs. This loop pays as it
-#    is; forcing the compiler to keep that overlap pays little at best.
+#    tile instead of twice. This pays even though the compiler keeps the exponentials out of the
+#    sum; forcing it to overlap the two pays little at best.
 #
 # The roles come from :doc:`/chapters/warps_with_roles`. A *loader* :term:`warp` fills two rings,
 # one with tiles of keys and one with tiles of values. Two *consumers*, each a :term:`warpgroup`
@@ -180,7 +180,7 @@ lab.sketch(
 
 # %%
 # A lone consumer saves a third of its time. The kernel has two, however, and in either loop one can
-# use the units while the other weighs. Only a measurement can tell what the order is worth.
+# use the units while the other weighs, so only a measurement can tell what the order is worth.
 #
 # In PyTorch, where ``seen`` is the mask, the loop runs from the last tile of keys to the first,
 # because a causal mask then cuts only tiles at its beginning:
@@ -346,9 +346,7 @@ lab.together(in_order_of_kernel, mistaken)
 #
 # - Matmuls finish in the order of their issue. When ``warpgroup_mma_wait(1)`` waits until only one
 #   is under way, it waits for the *older* one, the scores.
-# - Until the last line, ``p`` still belongs to the tile before. ``convert_layout`` gives ``alpha``
-#   the layout of the rows of ``acc``, and the weights the layout of a matmul's left operand.
-# - ``first`` and ``end`` bound the tiles that the loop visits; tile 0 is the last tile of keys.
+# - Until the last line, ``p`` still belongs to the tile before.
 #
 # Because the scores run ahead, the first scores and the last sum stand outside the loop, and the
 # loader must request keys one tile ahead of values.
@@ -365,7 +363,10 @@ lab.together(in_order_of_kernel, mistaken)
 #    only declares what ``s`` looks like, because ``use_acc=False`` overwrites it. The weights are
 #    powers of 2 instead of :math:`e`, which makes ``scale_log2`` the scale times :math:`\log_2 e`.
 #    With a causal mask, the scores of later keys are first set to ``-inf``. A layout says which
-#    thread holds which element; ``row`` is the layout of one number per query.
+#    thread holds which element; ``row`` is the layout of one number per query. ``convert_layout``
+#    gives ``alpha`` the layout of the rows of ``acc``, and the weights the layout of a matmul's
+#    left operand. ``first`` and ``end`` bound the tiles that the loop visits; tile 0 is the last
+#    tile of keys.
 #
 #    The loader fills the rings, beginning with the last tile of keys (``of_head`` is the first row
 #    of the head):
@@ -1356,7 +1357,7 @@ lab.read(
         else f"and two timings of one kernel are up to {100 * max(twice):.1f} % apart."
     )
     + (
-        " By this rule, rung 2 brings the entire gain without a mask. The next sections ask why."
+        " By this rule, rung 2 brings the entire gain without a mask."
         if all(
             gain(name, "full", "scores ahead") < SCATTER
             for name in [*list(LADDER)[2:], "Kernel Book"]
@@ -1372,9 +1373,8 @@ lab.read(
 # -----------------
 #
 # **The change:** a loader fetches the tiles, and two consumers share the matmul units. Each works
-# *in order*, as in the first figure: it issues its scores and waits, weighs them, then issues its
-# sum and waits again. **Expected:** a gain, because the consumers need not load, and one cook can
-# prepare while the other bakes.
+# *in order*, as in the first figure, and waits after each of its matmuls. **Expected:** a gain,
+# because the consumers need not load, and one cook can prepare while the other bakes.
 
 # Reading
 lab.read(told("two roles"))
@@ -1450,7 +1450,7 @@ def draw_consumer(axes, own, version, place, start, window):
             axes.barh(place, end - begin, 0.7, begin, color=lab.colour(ink))
             shown = (end - begin) / axes.get_xlim()[1]
             # to the right of the middle where the bar begins with hatches
-            middle = begin + (0.6 if version == "no turns" else 0.5) * (end - begin)
+            middle = begin + (0.66 if version == "no turns" else 0.5) * (end - begin)
             if (a, b) == weighs and shown > 0.07:
                 box = {"facecolor": lab.colour(ink), "edgecolor": "none", "pad": 1}
                 name = "weighs " if shown > 0.19 else ""
@@ -1551,18 +1551,18 @@ only_apart = (
 lab.read(
     f"**The units are idle for {100 * idle_units(traced.rows, 'two roles'):.0f} % of the time,** "
     f"because a tile takes {by_version['two roles']:,.0f} cycles and its matmuls only "
-    f"{ideal:,.0f}. In this trace, the cooks do not alternate. "
+    f"{ideal:,.0f}. In this trace, the cooks do not alternate"
     + (
-        "A consumer issues its next scores so soon after its sum that they queue behind the "
-        "other's sum, and the other's scores queue right behind them. "
+        ": a consumer's next scores queue behind the other's sum, and the other's scores right "
+        "behind them. "
         if after_sum < half
-        else ""
+        else ". "
     )
     + f"So the two begin to weigh only {only_apart} apart, and while both weigh, neither has a "
     "matmul for the units."
     + (
-        " Why plain Triton is faster without a mask, we do not know; rung 1 differs from it in "
-        "more than the roles."
+        " We do not know why plain Triton is faster without a mask, because rung 1 differs from "
+        "it in more than the roles."
         if gain("two roles", "full") < -SCATTER
         else ""
     )
@@ -1588,7 +1588,7 @@ lab.read(told("scores ahead"))
 #    compiled = kernel[grid](...)
 #    Path("kernel.cubin").write_bytes(compiled.asm["cubin"])  # cuobjdump -sass kernel.cubin
 #
-# Here are the matmuls of one iteration, the waits for them and the exponentials:
+# This is one iteration:
 
 
 # Drawing
@@ -1637,8 +1637,8 @@ lab.read(
     (
         "**They do not run during the sum.** All exponentials come after both waits, because the "
         "second wait moved up to the first on the way to machine code. A consumer therefore weighs "
-        "only when both of its matmuls have ended. (No stamp tells when that is, so the consumers' "
-        "rows take it from the computed row.)"
+        "only when both of its matmuls have ended. (In the figure, that end is computed, not "
+        "stamped.)"
     )
     if planned == 0
     else f"Of the {OF_THREAD} exponentials of a thread, {planned:.0f} come between the wait for "
@@ -1662,7 +1662,7 @@ as_stamped = in_code.get(("scores ahead", "yes"), {})
 lab.read(
     "**The other's matmuls run meanwhile:** one cook prepares while the other bakes. "
     + (
-        "In this trace no consumer waits in line any more, because each finds the units free. "
+        "In this trace, each finds the units free. "
         if scores_in_line(traced.rows, "scores ahead") < 1
         else ""
     )
@@ -1698,8 +1698,8 @@ lab.read(
 early = in_code.get(("a branch", "no"), {}).get(BEFORE, nan)
 lab.read(
     told("a branch")
-    + "In the SASS, all exponentials now come before the wait for the sum. We did not trace rung "
-    "3; the timeline is of rung 5, which has the same order and two more changes:"
+    + "In the SASS, all exponentials now come before the wait for the sum. Instead of rung 3, we "
+    "traced rung 5, which has the same order and two more changes:"
     if early == OF_THREAD
     else told("a branch")
     + f"In the SASS, {early} of {OF_THREAD} exponentials now come before the wait for the sum. The "
@@ -1753,7 +1753,7 @@ lab.read(
     "**The overlap is there, and yet nothing is gained.** Where a bar is hatched, a consumer "
     "weighs while its own sum still runs: by the computed row, on average for at least "
     f"{100 * overlapping:.0f} % of its weighing. A thin bar is the wait for a sum that has already "
-    "ended. Why rung 3 is even slower than rung 2, we do not know."
+    "ended. We do not know why rung 3 is even slower than rung 2."
     if branch_slower and 0 < overlapping < 0.5
     else f"A consumer weighs for {weighs_5:,.0f} cycles, and its sum runs for at least the "
     f"first {overlap:,.0f} of them, if the units serve in order."
@@ -1764,10 +1764,9 @@ lab.read(
 # Reading
 lab.read(
     (
-        "The timeline cannot settle what the overlap is worth: this loop takes "
-        f"{100 * (1 - took_5 / took_2):.0f} % fewer cycles per tile than rung 2's, and yet rung 5 "
-        "is no faster in the ladder. The stamps may cause this, or a lower clock where the units "
-        "are busier; we measured neither. "
+        "The timeline cannot settle what the overlap is worth: with stamps, rung 5 takes "
+        f"{100 * (1 - took_5 / took_2):.0f} % fewer cycles per tile than rung 2, and yet it is no "
+        "faster in the ladder. "
         if faster_with_stamps
         else ""
     )
@@ -2061,8 +2060,8 @@ lab.read(
     + "Turns make the consumers alternate, and they also join a sum to the next scores; we did not "
     "separate the two. The rest of the gain is **unexplained**."
     + (
-        " The timeline of rung 1 suggests that its consumers fall into step, but a model of this "
-        f"failed its test: if one consumer starts {STARTS[2]:,} cycles late, the model predicts "
+        " The timeline suggests that rung 1's consumers fall into step, but a model of this "
+        f"failed its test: if one starts {STARTS[2]:,} cycles late, the model predicts "
         f"{100 * promised:.1f} % more speed, and we measured {100 * of_late:.1f} %."
         if refuted and of_late > SCATTER
         else " A model in which the consumers of rung 1 fall into step failed its test."
@@ -2075,7 +2074,7 @@ lab.read(
 
 # %%
 # For your kernel, the measurement is enough: run the scores one tile ahead, and issue them together
-# with the sum. This gains more than turns do, and needs no barrier for them.
+# with the sum.
 
 # %%
 
@@ -2224,8 +2223,6 @@ lab.together(
 # %%
 # Rungs 4 to 6: small changes
 # ---------------------------
-#
-# Do three more small changes to this loop make it faster?
 
 # Reading
 if not traced.rows:
@@ -2239,7 +2236,7 @@ pay_a_little = all(
 make_up = abs(gain("turns", "full", "scores ahead")) < SCATTER
 make_up = make_up and gain("a branch", "full") < -SCATTER
 lab.read(
-    "With a causal mask, two of them do. "
+    "With a causal mask, two of three more changes pay. "
     + (
         "Without a mask, all three together only make up for what rung 3 has lost."
         if make_up
@@ -2322,8 +2319,8 @@ lab.table(
 without_branch = gain("without the branch", "causal", "turns")
 lab.read(
     (
-        "**Use one loop if the mask is causal, and leave the row sums in the threads.** Here, "
-        "turns gain nothing on top of scores ahead. "
+        "**Use one loop if the mask is causal, and leave the row sums in the threads.** Turns "
+        "gain nothing on top of scores ahead. "
         if expected_there and pay_a_little and no_effect
         else ""
     )
@@ -2336,7 +2333,7 @@ lab.read(
     + "It is **unexplained** "
     + ("why one loop pays, and " if expected_there else "")
     + "why the units are still idle for "
-    f"{100 * idle_units(traced.rows, 'turns'):.0f} % of the time in the timeline of rung 6."
+    f"{100 * idle_units(traced.rows, 'turns'):.0f} % of rung 6's timeline."
 )
 
 # %%
@@ -2450,7 +2447,7 @@ OF_TILES = 64 + 64 + 32  # s and acc in float32, p in 16 bits
 assert 0.9 * EQUAL < OF_TILES < EQUAL  # "nearly all" below
 lab.read(
     "How should the roles share the registers? Unequally: this is the largest effect in this "
-    "chapter, and it has no bar in the ladder only because every rung includes it. With equal "
+    "chapter, and it has no bar in the ladder because every rung includes it. With equal "
     f"shares, a thread would have {EQUAL} registers, and a consumer's `s`, `acc` and `p` alone "
     f"fill {OF_TILES} (64 + 64 + 32). The loader needs few, so `gl.warp_specialize`, which starts "
     "the roles, gives some of its share to the consumers:"
@@ -2499,8 +2496,8 @@ lab.read(
         else f"**Without a mask, unequal shares make the kernel {halved:.1f} times as fast.** "
     )
     + (
-        "With equal shares no matmul is asynchronous, whatever the order of the loop, because the "
-        "machine code waits after every matmul instruction. "
+        "With equal shares no matmul is asynchronous, because the machine code waits after every "
+        "matmul instruction. "
         if one_by_one
         else ""
     )
@@ -2540,7 +2537,7 @@ lab.together(shares_of_registers, per_matmul)
 # Only one program fits on an SM, and nothing is computed there while it ends and the next begins. A
 # :term:`persistent` program instead computes one tile of queries after another. Which tiles should
 # it take? With a causal mask, later queries see more keys. In the figure, four programs share eight
-# tiles of queries, and the numbers say how many tiles of keys each of them sees:
+# tiles of queries, and the numbers say how many tiles of keys each sees:
 
 
 # Measuring
@@ -2552,7 +2549,7 @@ in_pairs = [(lengths[p], lengths[-1 - p]) for p in range(programs)]
 
 def shares_of_programs(*panels):
     shades = (1, 0.7)  # of one colour: both are the same kind of work
-    ways = {"every fourth tile": every_fourth, "in pairs": in_pairs}
+    ways = {"tiles in order": every_fourth, "in pairs": in_pairs}
     for axes, (name, tiles) in zip(panels, ways.items(), strict=True):
         for program, (first, second) in enumerate(tiles):
             for left, length, shade in (
@@ -2581,9 +2578,9 @@ def shares_of_programs(*panels):
 # Drawing
 lab.sketch(
     "Four persistent programs, causal",
-    "Bars of eight tiles of queries, one row per program. Every fourth tile: 8 and 4, 7 and 3, 6 "
-    "and 2, 5 and 1 tiles of keys, so the last program ends after 12. In pairs: 8 and 1, 7 and 2, "
-    "6 and 3, 5 and 4, so all end after 9.",
+    "Bars of eight tiles of queries, one row per program. In order: 8 and 4, 7 and 3, 6 and 2, 5 "
+    "and 1 tiles of keys, so the last program ends after 12. In pairs: 8 and 1, 7 and 2, 6 and 3, "
+    "5 and 4, so all end after 9.",
     shares_of_programs,
     panels=2,
     height=2.4,
@@ -2624,7 +2621,7 @@ lab.read(
     "tiles of queries are equally long, and with a causal mask they do only in pairs."
     + (
         " With one program per tile, the package's kernel is slower than rung 6, and we did not "
-        "isolate why; persistence more than makes up for it."
+        "isolate why."
         if without_it < -SCATTER and with_it > SCATTER
         else ""
     )
@@ -2815,12 +2812,12 @@ said = right.plain.split("\n")[0].partition(": ")[2].rstrip(".")
 passed, where, of_run = said.partition(" on ")
 lab.read(
     f"Against float64, **{passed}**{where}{of_run.partition(', the worst')[0]}. "
-    "A kernel that lacks a barrier, however, can be right many times and then wrong once. We "
-    f"therefore repeated {launched:,} launches, and "
+    "Because a kernel that lacks a barrier can be right many times and then wrong once, we also "
+    f"repeated {launched:,} launches, and "
     + (f"{other_bits} gave other bits. " if other_bits else "all gave the same bits. ")
     + (
-        f"All {number_of:,} launches with random shapes finished, and the {-(-number_of // 10):,} "
-        "of them that we compared with plain Triton agreed with it. "
+        f"All {number_of:,} launches with random shapes finished, and every tenth, compared with "
+        "plain Triton, agreed with it. "
         if number_of == finished
         else f"Of {number_of:,} launches with random shapes, {finished:,} finished. "
     )
@@ -3033,7 +3030,7 @@ lab.read(
     f"{100 * (max(worth) - 1):.0f} % faster. "
     + (
         f"At head_dim 64 with a causal mask, it is **slower in {len(slower)} rows**, by up to "
-        f"{100 * (1 - min(worth)):.0f} %, and there the package uses plain Triton."
+        f"{100 * (1 - min(worth)):.0f} %."
         if takes_plain
         else f"It is slower in {len(slower)} of {len(at_points)} rows."
     )
@@ -3056,9 +3053,8 @@ lab.read(
 #   sums in threads pay a little.
 # - **What does not pay:** roles alone, and turns on rung 6. Forcing the order costs speed on rung
 #   3; on rung 6 it helps a little with a causal mask.
-# - **Why running the scores ahead pays** is known only in part. The reason is not that each cook
-#   prepares while his own dish bakes. Made to take turns, the cooks of rung 1 reach part of the
-#   gain.
+# - **Why running the scores ahead pays** is known only in part: no cook prepares while his own dish
+#   bakes, and turns alone bring rung 1 part of the gain.
 # - **Against libraries:** ahead only at the shortest length, and behind at the longest.
 #
 # The next chapter, :doc:`/chapters/attention_hopper_backward`, gives roles to the warps of the
@@ -3084,10 +3080,10 @@ assert [row["fits"] for row in rows] == ["yes", "no", "no", "yes"]
 lab.table(rows, "Shared memory of a program")
 
 # %%
-# **2. Read a timeline.** On rung 2's timeline, read off how many cycles a tile takes. In this time
-# the units compute four matmuls of 512 cycles. For what share of the time are they idle, and how
-# much faster would the loop be if they never were? The ladder gives rung 2's speed without a mask
-# as a share of cuBLAS; how much faster would rung 2 be at the speed of cuBLAS?
+# **2. Read a timeline.** On rung 2's timeline, read off how many cycles a tile takes. Its four
+# matmuls take 512 each. For what share of the time are the units idle, and how much faster would
+# the loop be if they never were? And how much faster would rung 2 be at the speed of cuBLAS, by the
+# ladder without a mask?
 
 # %%
 

@@ -162,9 +162,8 @@ lab.together(
 # Where the time goes
 # -------------------
 #
-# Before replacing any operator, we find out where a step spends its time. ``training`` holds a
-# model, its optimiser and a batch. It has one method for each of the three passes of a step, and
-# ``whole()`` runs all three:
+# An object ``training`` holds a model, its optimiser and a batch. It has one method for each of the
+# three passes of a step, and ``whole()`` runs all three:
 #
 # .. code-block:: python
 #
@@ -787,7 +786,7 @@ inside = {
 }
 lab.table(
     [
-        {"trips": what}
+        {"operations": what}
         | {"FLOPs": row["FLOPs per score"], "bytes": row["bytes per score"]}
         | {name: shown(row[name]) for name in ("ms at a copy's speed", "ms, measured")}
         for what, row in inside.items()
@@ -817,8 +816,7 @@ lab.read(
     "**Bytes explain much of these times; FLOPs explain little.** At the speed of a large matmul "
     f"the first row would take {by_flops:.1f} ms instead of {products_range:.1f}. At the speed of "
     f"a large copy the rows would take {min(at_speed):.0f} to {max(at_speed):.0f} % of their "
-    "times. We did not measure where the rest goes, so the byte count is a lower bound, "
-    "not a prediction."
+    "times; we did not measure where the rest goes."
 )
 
 # %%
@@ -1520,9 +1518,9 @@ lab.together(
 #
 # Attention is the first operator to replace, because its table is the largest tensor to move and to
 # keep. Two versions never store it: :doc:`the book's attention </chapters/attention_forward>` and
-# SDPA, for which we always time the faster of the backends *flash* and *cuDNN*. We begin by timing
-# causal attention alone, in the course's shapes: a batch of 8 and one head of 64 numbers, in
-# bfloat16.
+# SDPA, for which we always time the faster of the backends *flash* and *cuDNN*. First we time
+# causal attention alone, in bfloat16, in the course's shape: a batch of 8 and one head of 64
+# numbers.
 
 # Measuring
 ours = partial(attention, is_causal=True)
@@ -1791,11 +1789,14 @@ fast = in_grid("both, ms", "PyTorch", 16384), in_grid("both, ms", "Kernel Book",
 times = nan if isinstance(fast[0], str) else fast[0] / fast[1]
 by_sdpa = fastest_fused(16384)
 short = fastest_fused(CONTEXT), in_grid("both, ms", "Kernel Book", CONTEXT)
+held = [in_grid("held, MiB", name, 16384) for name in ("PyTorch", "Kernel Book")]
 lab.read(
-    "**Without the table, attention is much faster, and its memory grows with the length rather "
-    "than with its square.** At a length of 16,384 "
+    "**Without the table, attention is much faster and needs far less memory.** At a length of "
+    "16,384 "
     + (
-        f"the book's attention is {times:.0f} times as fast as the formula"
+        f"the book's is {times:.0f} times as fast as the formula and keeps "
+        f"{milliseconds(held[1])} MiB for backward besides q, k and v, instead of "
+        f"{milliseconds(held[0])}"
         if times == times or not grid.rows
         else "the formula runs out of memory"
     )
@@ -1884,9 +1885,8 @@ VERSIONS = {
 #        block.compile(dynamic=False)
 #
 # ``torch.compile`` fuses PyTorch's layer norm, dropout, GELU and additions into a few kernels. It
-# fuses nothing into ours. Compiled code launches the kernels of our layer norm and dropout itself,
-# but it calls our attention as an operator of which it knows only the shapes and dtypes of what it
-# returns.
+# fuses nothing into ours: it merely launches the kernels of our layer norm and dropout itself, and
+# all it knows about our attention is the shapes and dtypes of what it returns.
 
 # Measuring
 NAMES = {  # what the page calls the versions; the keys are their names in the record
@@ -2357,17 +2357,18 @@ def saves(before, after):
 sdpa_more = 100 * (layer_ms("SDPA") / layer_ms("+ attention") - 1)
 fusing = layer_ms("attention, compiled") / layer_ms("Kernel Book")
 normed = saves("+ attention", "+ layer norm")
+normed_percent = 100 * abs(normed) / layer_ms("+ attention")
 lab.read(
     (
-        f"**In eager mode our softmax saves {saves('PyTorch', '+ softmax'):.2f} ms per layer; our "
-        f"attention saves another {saves('+ softmax', '+ attention'):.2f} ms**, because it stores "
+        f"**In eager mode our softmax saves {saves('PyTorch', '+ softmax'):.2f} ms per layer, our "
+        f"attention another {saves('+ softmax', '+ attention'):.2f} ms**, because it stores "
         "no table and skips the masked half; we did not separate these two causes. With SDPA a "
         f"layer takes {abs(sdpa_more):.0f} % {'longer' if sdpa_more > 0 else 'less'}. "
         if saves("PyTorch", "+ softmax") < 0.25 * saves("PyTorch", "+ dropout")
         else f"In eager mode our softmax saves {saves('PyTorch', '+ softmax'):.2f} ms per layer, "
         f"and attention without the table another {saves('+ softmax', '+ attention'):.2f} ms. "
     )
-    + f"Our layer norm {'saves' if normed > 0 else 'costs'} {abs(normed):.2f} ms"
+    + f"Our layer norm {'saves' if normed > 0 else 'costs'} {normed_percent:.0f} %"
     + (
         ", our dropout nothing measurable. "
         if normed > 0
@@ -2382,7 +2383,7 @@ lab.read(
         if abs(fusing - 1) < 0.01
         else f"{'still save' if fusing > 1 else 'cost'} {100 * abs(1 - 1 / fusing):.0f} %"
     )
-    + ", although the compiler has already fused what they replace."
+    + ", although the compiler fuses what they replace."
 )
 
 # %%
@@ -2811,19 +2812,25 @@ fastest_in_layer = min(COMPILED_NAMES, key=layer_ms) == "Kernel Book"
 our_took, sdpa_took = step_ms("Kernel Book"), step_ms("SDPA, compiled")
 n_layers, of_adamw = SIZES["large"].layers, step("AdamW, ms", "Kernel Book")
 expected = n_layers * layer_ms("Kernel Book") + of_adamw
-promise = f"its {n_layers} layers and the optimiser promise {expected:.0f}"
+our_busy = busy_ms_of("Kernel Book")
 lab.read(
     (
         "Is the step with the fastest layer also the fastest? **No: compiled, it takes "
-        f"{our_took:.0f} ms, and with SDPA {sdpa_took:.0f}**, although {promise}. "
+        f"{our_took:.0f} ms, with SDPA {sdpa_took:.0f}, and with the formula "
+        f"{step_ms('torch.compile'):.0f}.** "
         if fastest_in_layer and our_took > sdpa_took
-        else f"How long is a compiled step? **With ours it takes {our_took:.0f} ms, and with SDPA "
-        f"{sdpa_took:.0f}**; {promise}. "
+        else f"How long is a compiled step? **With ours it takes {our_took:.0f} ms, with SDPA "
+        f"{sdpa_took:.0f}, and with the formula {step_ms('torch.compile'):.0f}.** "
     )
-    + f"Its kernels run for only {busy_ms_of('Kernel Book'):.0f} ms"
+    + f"Its kernels run for only {our_busy:.0f} ms"
+    + (
+        f", as its {n_layers} layers and the optimiser promise"
+        if abs(expected / our_busy - 1) < 0.03
+        else f", where its {n_layers} layers and the optimiser promise {expected:.0f}"
+    )
     + (
         "; for more than half of the step the GPU waits."
-        if 2 * busy_ms_of("Kernel Book") < our_took
+        if 2 * our_busy < our_took
         else " of it."
     )
 )
@@ -2978,6 +2985,7 @@ def two_bars(axes, rows):
     striped = {"facecolor": "none", "hatch": "/////", "linewidth": 0.8}
     whisker = {"fmt": "none", "ecolor": "#1f2328", "elinewidth": 1.2, "capsize": 2}
     place, ticks, heads = 0, {}, []
+    at_right = {"ha": "right", "va": "center"}
     longest = max(
         (
             max(rows[name]["host p80, ms"], rows[name]["step p50, ms"])
@@ -3005,11 +3013,14 @@ def two_bars(axes, rows):
             beside(axes, max(host, high), place - 0.2, f"host {host:.0f}")
             axes.barh(place + 0.19, busy, 0.3, color=ink)
             beside(axes, busy, place + 0.2, f"GPU {busy:.0f}")
-            step_at = {"ha": "right", "va": "center", "fontsize": 11}
             took = f"{row['step p50, ms']:.0f}"
-            axes.text(1.4 * longest, place, took, fontweight="bold", **step_at)
+            within = "–".join(f"{row[f'step {q}, ms']:.0f}" for q in ("p20", "p80"))
+            bold = {"fontsize": 11, "fontweight": "bold"}
+            axes.text(1.4 * longest, place - 0.2, took, **bold, **at_right)
+            axes.text(1.4 * longest, place + 0.22, within, fontsize=9, **at_right)
         place += 1.2
-    axes.text(1.4 * longest, heads[0], "step, ms", ha="right", va="center", fontsize=11)
+    for shift, what, points in ((-0.25, "step, ms", 11), (0.17, "middle 60 %", 9)):
+        axes.text(1.4 * longest, heads[0] + shift, what, fontsize=points, **at_right)
     axes.set_yticks(list(ticks), list(ticks.values()))
     mark_ours(axes)
     axes.set_ylim(place - 0.6, -0.6)
@@ -3132,8 +3143,13 @@ lab.read(
 
 # Reading
 our_host, sdpa_host = host_ms("+ dropout"), host_ms("SDPA")
-eager_adds = dearer["layer norm"] + dearer["dropout"]
-compiled_adds = of_layer_host("Kernel Book") - of_layer_host("attention, compiled")
+lone = [
+    row
+    for name in ("+ dropout", "Kernel Book")
+    for row in layer_host.rows
+    if row["version"] == name
+]
+lone_saves = of_layer_host("+ dropout") - of_layer_host("Kernel Book")
 waits = {
     name: host_ms(name) / busy_ms_of(name)
     for versions in MODES.values()
@@ -3145,6 +3161,9 @@ lab.read(
         "**But the striped bars set the pace**: in every compiled step, and in the eager one with "
         "our operators, the host needs longer than the GPU, so faster kernels no longer help. "
         if {*MODES["compiled"], "+ dropout"} <= set(paced)
+        else "**But without the table the striped bar sets the pace**: the host needs longer "
+        "than the GPU, so faster kernels no longer help. "
+        if {"SDPA", "+ dropout", "SDPA, compiled", "Kernel Book"} <= set(paced)
         else "**But with all our operators the striped bar sets the pace**: the host needs longer "
         "than the GPU, so faster kernels no longer help. "
         if "Kernel Book" in paced
@@ -3164,14 +3183,20 @@ lab.read(
             overlap(step_row(name), step_row(sdpa), "host")
             for name, sdpa in (("+ dropout", "SDPA"), ("Kernel Book", "SDPA, compiled"))
         )
-        else "Host times scatter, but all our operators clearly take longer to launch than SDPA. "
+        else "All our operators together take longer to launch than SDPA, beyond the scatter. "
     )
-    + "Before each launch, our operators run Python where PyTorch's run C++; we did not measure "
-    "which part takes the time."
+    + "Before each launch, ours run Python where PyTorch's run C++; we did not measure which part "
+    "takes the time."
     + (
-        " Compiled code launches the kernels of our layer norm and dropout itself: there they add "
-        f"{compiled_adds:.1f} ms to the launches of a layer, and {eager_adds:.1f} in eager mode."
-        if 0.05 <= compiled_adds < eager_adds / 2
+        " Compiled code launches the kernels of our layer norm and dropout itself; alone, a layer "
+        f"is launched in {lone[1]['host p50, ms']:.1f} ms instead of "
+        f"{lone[0]['host p50, ms']:.1f}"
+        + (
+            ", but the whole step hardly gains, and we do not know why."
+            if our_host - host_ms("Kernel Book") < n_layers * lone_saves / 2
+            else "."
+        )
+        if lone and lone_saves > 0 and not overlap(*lone, "host")
         else ""
     )
 )
@@ -3218,8 +3243,8 @@ lab.together(
         "From the launches of a single layer we expect the host to take "
         f"{n_layers * sum(dearer.values()):.0f} ms longer for an eager step with all our operators "
         f"than for one with SDPA; it takes {our_host:.0f} and {sdpa_host:.0f} ms. Of the host's "
-        "times we trust no other difference, neither the order of our versions nor the effect of "
-        "compiling."
+        "times in a step we trust no other difference, neither the order of our versions nor the "
+        "effect of compiling."
         + (
             f" With SDPA, an eager step takes {step_ms('SDPA'):.0f} ms and a compiled one "
             f"{sdpa_took:.0f}, a difference within the scatter."
@@ -3695,7 +3720,7 @@ def kind_bars(axes, _):
                 end = max(ends) if apart_by > 0 else min(ends)
                 has_scatter = True
             axes.annotate(
-                f"{apart_by:+.1f}".replace("-", "−"),
+                f"{round(apart_by, 1) + 0.0:+.1f}".replace("-", "−"),
                 (end, where_to),
                 xytext=(4 if apart_by > 0 else -4, 0),
                 textcoords="offset points",
@@ -3703,7 +3728,7 @@ def kind_bars(axes, _):
                 va="center",
                 fontsize=10,
             )
-    axes.margins(x=0.12)
+    axes.margins(x=0.18)
     axes.set_yticks(range(len(with_profiles)), with_profiles)
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
@@ -3761,6 +3786,12 @@ as_rows = {
     for model in (DEEP, WIDE)
 }
 deep, wide = as_rows.values()
+by_graph_slower = {  # by how many percent
+    model: 100 * (1 / ratio(race[model], "Kernel Book", graphed) - 1)
+    for model in by_model
+    if ratio(race[model], "Kernel Book", graphed) < 1
+    and apart(model, ("Kernel Book", graphed))
+}
 lab.read(
     (
         "**Launched by the host, our operators are far slower than SDPA in "
@@ -3769,9 +3800,9 @@ lab.read(
         else ""
     )
     + (
-        f"Compared with {WIDE}, {DEEP} has more and narrower layers, and so launches more and "
-        f"shorter kernels: with our operators {DEEP} waits for the host, and a graph brings its "
-        f"step from {deep['step']:.0f} ms to {deep['graph']:.0f}. "
+        f"With more and narrower layers than {WIDE}, {DEEP} launches more and shorter kernels: "
+        "with our operators it waits for the host, and a graph takes "
+        f"{100 * (1 - deep['graph'] / deep['step']):.0f} % off its step. "
         if deep["host"] > deep["busy"]
         and wide["host"] < wide["busy"]
         and deep["host"] > wide["host"]
@@ -3779,7 +3810,13 @@ lab.read(
         else ""
     )
     + (
-        f"In {listed(no_gain)} the GPU is the slower, so a graph gains nothing measurable. "
+        f"In {listed(no_gain)} the GPU is the slower, so a graph gains nothing measurable"
+        + (
+            f". In {listed(by_graph_slower)} the graph with our operators even came out "
+            f"{max(by_graph_slower.values()):.0f} % slower; we did not look for the cause. "
+            if by_graph_slower
+            else ". "
+        )
         if no_gain
         else ""
     )
@@ -3892,9 +3929,8 @@ lab.together(
 # What breaks it
 # --------------
 #
-# **Parameters in bfloat16.** Autocast keeps the parameters in float32 and casts them for each
-# matmul, because in bfloat16 any update smaller than half the gap to the next number is rounded
-# away, however often it is repeated.
+# **Parameters in bfloat16.** Autocast keeps the parameters in float32, because in bfloat16 any
+# update smaller than half the gap to the next number is rounded away, however often it is repeated.
 
 for dtype in (torch.float32, torch.bfloat16):
     weight = torch.ones((), dtype=dtype)
@@ -3966,9 +4002,8 @@ lab.read(
 # Reading
 lab.read(
     "**A step also pays for its launches**, which timing a layer on the GPU alone does not show: "
-    f"an eager step takes {step_ms('+ dropout'):.0f} ms with all our operators and "
-    f"{step_ms('SDPA'):.0f} with SDPA. Where the host sets the pace"
-    + ", capture the step as a graph"
+    f"a compiled step takes {our_took:.0f} ms with all our operators and {sdpa_took:.0f} with "
+    "SDPA. Where the host sets the pace, capture the step as a graph"
     + (
         f"; without one, SDPA is faster, here in {listed(waiting)}. "
         if waiting
@@ -3981,7 +4016,7 @@ lab.read(
         else "As graphs, our operators are ahead of SDPA in no case"
     )
     + (f", and behind in {FEW[len(behind)]}" if behind else "")
-    + (f"; in {listed(level)} any difference is lost in the scatter." if level else ".")
+    + (f", and level within the scatter in {FEW[len(level)]}." if level else ".")
 )
 
 
