@@ -1,8 +1,9 @@
-"""Animations: SVG that CSS moves, with numbers that the build computes, and no script.
+"""Animations: SVG that CSS moves, with numbers that the build computes.
 
 ``.. animation:: online_softmax`` shows the drawing that the function of that name makes. A page
-holds it in its own colours, moving, with a checkbox before it that pauses it. Who prefers no motion
-sees one frame, the still, and so do paper and the chapter's notebook.
+holds it in its own colours, moving, with a checkbox before it that pauses it. All of this needs no
+script; ``book.js`` adds a slider that holds it at any moment. Who prefers no motion sees one frame,
+the still, and so do paper and the chapter's notebook.
 """
 
 import heapq

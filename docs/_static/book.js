@@ -331,3 +331,29 @@ function markSection() {
 for (const event of ["load", "scroll", "resize"]) {
   window.addEventListener(event, () => setTimeout(markSection), { passive: true });
 }
+
+// An animation can be held at any moment: a slider below it shows the moment, and moving it pauses.
+
+const ROUND = 200; // steps of a slider
+
+function addSliders() {
+  for (const figure of document.querySelectorAll(".kb-animation")) {
+    const [pause, svg] = [figure.querySelector("input"), figure.querySelector("svg")];
+    const slider = Object.assign(document.createElement("input"), { type: "range", value: 0 });
+    slider.max = ROUND;
+    slider.setAttribute("aria-label", `Moment: ${svg.querySelector("title").textContent}`);
+    const moving = () => svg.getAnimations({ subtree: true });
+    const lasts = (animation) => animation.effect.getTiming().duration;
+    slider.addEventListener("input", () => {
+      pause.checked = true;
+      for (const part of moving()) part.currentTime = (slider.value / ROUND) * lasts(part);
+    });
+    setInterval(() => {
+      const [first] = pause.checked ? [] : moving();
+      if (first) slider.value = (ROUND * (first.currentTime % lasts(first))) / lasts(first);
+    }, 200);
+    svg.after(slider);
+  }
+}
+
+document.addEventListener("DOMContentLoaded", addSliders);

@@ -83,6 +83,26 @@ def test_an_animation_has_names_and_pauses_by_the_keyboard(name, visit):
     assert page.evaluate(STATES, id_) == []
 
 
+MOMENTS = """id => document.querySelector(`#${id} svg`).getAnimations({subtree: true})
+    .map(a => a.currentTime / a.effect.getTiming().duration % 1)"""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_slider_follows_an_animation_and_holds_it(name, visit):
+    page, id_ = visit(name)
+    title = animations.ANIMATIONS[name]().title
+    slider = page.get_by_role("slider", name=f"Moment: {title}", exact=True)
+    page.wait_for_function("slider => slider.value > 0", arg=slider.element_handle())
+    slider.focus()
+    for key, share in (("End", 0), ("Home", 0), ("ArrowRight", 1 / 200)):
+        page.keyboard.press(key)
+        assert {round(moment, 6) for moment in page.evaluate(MOMENTS, id_)} == {share}
+    assert page.locator(f"#{id_}-pause").is_checked()
+    assert {s for s in page.evaluate(STATES, id_) if s.startswith("true")} == {"true,paused"}
+    page.emulate_media(reduced_motion="reduce")
+    assert not slider.is_visible()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_animation_fits_a_phone_at_all_times(name, visit):
     page, id_ = visit(name)
