@@ -258,7 +258,9 @@ def in_cell(x):
     """A number of a table with one or two digits."""
     if 0 < x < 0.01:
         return f"{x:.0e}"
-    return f"{x:.0f}" if x >= 10 else f"{x:.2g}"
+    if x == 0 or x >= 10:
+        return f"{x:.0f}"
+    return f"{x:.1f}" if x >= 1 else f"{x:#.2g}"
 
 
 def in_text(x):
@@ -276,8 +278,8 @@ first_two, last = (
 lab.read(f"Autograd and this rule both give {first_two} and {last}.")
 
 # %%
-# The mean, 2.5, is the *output* (times its gradient, 1). The forward pass has left it in memory, so
-# we need no sum over the keys. In general:
+# The mean, 2.5, is the *output*, here multiplied by a gradient of 1. The forward pass has left it
+# in memory, so we need no sum over the keys. In general:
 #
 # *Step 1: the last matmul.* From :math:`O = PV` we get :math:`dV = P^\top dO` and :math:`dP = dO\,
 # V^\top`.
@@ -787,9 +789,10 @@ lab.read(
 # %%
 # **One sweep** is the first sweep with a fifth matmul, :math:`dQ = dS\, K`, at the end of its loop.
 # This matmul takes :math:`dS` with queries as rows, so ``ds_t`` is transposed after all. Through a
-# :term:`descriptor`, a single instruction then adds the whole tile to the sums in memory, where
-# head number ``row`` has ``padded_q`` rows and ``start_m`` is the first query of the tile. These
-# lines come from the package, which leaves ``k`` unscaled, so the host scales ``dq`` at the end:
+# :term:`descriptor`, a single instruction then adds the whole tile to the sums in memory. There,
+# ``row`` numbers the head, each head has ``padded_q`` rows, and ``start_m`` is the tile's first
+# query. These lines come from the package, which leaves ``k`` unscaled, so the host scales ``dq``
+# at the end:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #    :language: python
@@ -874,9 +877,8 @@ lab.read(
 # Is it right?
 # ------------
 #
-# We check the gradients, the tiles that the kernels visit, and whether repeated runs differ. The
-# error of a gradient against float64 may be at most twice that of the formula in the same dtype, or
-# eight times in float32.
+# The error of a gradient against float64 may be at most twice that of the formula in the same
+# dtype, or eight times in float32; the fold at the end of the section says why.
 
 
 # Measuring
@@ -1188,26 +1190,13 @@ lab.together(
 # %%
 # How fast is it?
 # ---------------
+#
+# Which is faster, two sweeps or one?
 
 # Measuring
 machine = lab.measure("Peak speed of a matmul and of a copy, bfloat16", balance)
 
 # %%
-
-# Reading
-at_best = machine.rows[0] if machine.rows else {}
-intensity = 5 * 2 * 1024 * 1024 * 128 / (8 * 1024 * 128 * 2)
-lab.read(
-    f"Arithmetic limits the backward pass: even at 1,024 tokens it performs {intensity:.0f} "
-    f"floating-point operations (FLOPs) per byte, more than the "
-    f"{at_best.get('FLOPs per byte', nan):.0f} that the GPU can execute while it moves one byte."
-)
-
-# %%
-# The :term:`limit` is therefore the speed of multiplying two matrices of 8,192 by 8,192. We credit
-# every version with five matmuls, or half of that under a causal mask. Two sweeps execute seven, so
-# they can reach at most :math:`5/7` of the limit; a version that executes five may pass that line.
-# *Tiled PyTorch* is the loop over tiles from above. We time only the backward pass:
 
 
 # Measuring
@@ -1269,6 +1258,43 @@ ladder = lab.bench(
 )
 
 # %%
+
+# Reading
+MASKS = ("full", "causal")
+share = {
+    (name, mask): 100 * ladder.share(name, mask=mask)
+    for name in RUNGS
+    for mask in MASKS
+}
+gain = [
+    share["Kernel Book", mask] / share["Kernel Book, one sweep", mask] for mask in MASKS
+]
+lab.read(
+    (
+        "**In plain Triton, two sweeps win,** although they execute two more matmuls per tile: "
+        if min(gain) > 1.01
+        else "**Two sweeps do not always win:** "
+    )
+    + f"they are {gain[0]:.2f} times as fast as one without a mask, and {gain[1]:.2f} times under "
+    f"a causal mask."
+)
+
+# %%
+
+# Reading
+at_best = machine.rows[0] if machine.rows else {}
+intensity = 5 * 2 * 1024 * 1024 * 128 / (8 * 1024 * 128 * 2)
+lab.read(
+    f"Arithmetic limits the backward pass, because even at 1,024 tokens it performs "
+    f"{intensity:.0f} floating-point operations (FLOPs) per byte, more than the "
+    f"{at_best.get('FLOPs per byte', nan):.0f} that the GPU can execute while it moves one."
+)
+
+# %%
+# In the figure, 100 is therefore the :term:`limit` of arithmetic, the speed of multiplying two
+# matrices of 8,192 by 8,192. We time only the backward pass and credit every version with five
+# matmuls, or half of that under a causal mask. Two sweeps execute seven, so they can reach at most
+# :math:`5/7`. *Tiled PyTorch* is the loop over tiles from above:
 
 
 # Drawing
@@ -1371,24 +1397,13 @@ measured = [
 # %%
 
 # Reading
-share = {
-    (name, mask): 100 * ladder.share(name, mask=mask)
-    for name in RUNGS
-    for mask in ("full", "causal")
-}
-won = [
-    share["Kernel Book", mask] > 1.01 * share["Kernel Book, one sweep", mask]
-    for mask in ("full", "causal")
-]
-compiled, full = (share[name, "full"] for name in ("torch.compile", "Kernel Book"))
 skipping = ladder.milliseconds_at("all tiles", mask="causal")
 skipping /= ladder.milliseconds_at("Kernel Book", mask="causal")
 
 
 def order(sweep):
     """The rungs with each mask, from slow to fast."""
-    masks = ("full", "causal")
-    return [sorted(RUNGS, key=lambda r: sweep.share(r, mask=m)) for m in masks]
+    return [sorted(RUNGS, key=lambda r: sweep.share(r, mask=m)) for m in MASKS]
 
 
 alike = [
@@ -1397,18 +1412,8 @@ alike = [
     if order(other) == order(ladder)
 ]
 lab.read(
-    (
-        "**Two sweeps beat one,** with and without a mask, although they execute two more matmuls "
-        "per tile. "
-        if all(won)
-        else "**Two sweeps do not always beat one.** "
-    )
-    + (
-        "Without a mask, the compiled formula beats both versions. "
-        if compiled > 1.01 * full
-        else ""
-    )
-    + f"Under a causal mask, two sweeps take {skipping:.2f} times as long if they visit every tile."
+    f"**Skip the tiles that no query sees:** under a causal mask, two sweeps take {skipping:.2f} "
+    f"times as long if they visit every tile."
     + "".join(f" The versions rank the same on an {gpu}." for gpu in alike)
 )
 
@@ -1418,23 +1423,27 @@ lab.read(
 took = {
     (name, mask): backward.milliseconds_at(name, seqlen=4096, head_dim=128, mask=mask)
     for name in measured
-    for mask in ("full", "causal")
+    for mask in MASKS
 }
 by_compiler = {
-    mask: ladder.milliseconds_at("torch.compile", mask=mask)
-    for mask in ("full", "causal")
+    mask: ladder.milliseconds_at("torch.compile", mask=mask) for mask in MASKS
 }
 near = {name: abs(took[name, "full"] / by_compiler["full"] - 1) for name in measured}
 twin = min(near, key=near.get, default="none")
+compiled, full = (share[name, "full"] for name in ("torch.compile", "Kernel Book"))
 lab.read(
-    "**The compiler replaces the unmasked formula.** `torch.compile` searches PyTorch code for "
-    "attention and replaces it with `scaled_dot_product_attention` (SDPA), PyTorch's fused "
-    "attention. "
+    (
+        "**Without a mask, the compiled formula beats both versions.** "
+        if compiled > 1.01 * full
+        else ""
+    )
+    + "`torch.compile` replaces attention, where it recognises it, with PyTorch's fused attention, "
+    "`scaled_dot_product_attention` (SDPA). "
     + (
-        f"Without a mask, the times agree with this: the compiled formula takes "
-        f"{by_compiler['full']:.2f} ms and {twin} {took[twin, 'full']:.2f} ms. With a causal mask, "
-        f"they take {by_compiler['causal']:.2f} ms and {took[twin, 'causal']:.2f} ms, so the "
-        f"compiler apparently does not recognise the masked formula."
+        f"The times agree with this: {by_compiler['full']:.2f} ms, and {took[twin, 'full']:.2f} ms "
+        f"for {twin}. Under a causal mask, the compiled formula takes "
+        f"{by_compiler['causal'] / took[twin, 'causal']:.1f} times as long as {twin}, so the "
+        f"compiler apparently does not recognise it there."
         if near.get(twin, nan) < 0.02
         and 2 * share["torch.compile", "causal"]
         < min(compiled, share["Kernel Book", "causal"])
@@ -1501,13 +1510,13 @@ ratios = [  # of the fastest library to us
 ]
 lab.read(
     (
-        f"**Two sweeps trail the best libraries.** Across {len(all_rates)} points (three lengths, "
-        f"two head_dims, both masks), they lose {' and '.join(map(how_often, losses))}. The "
-        f"fastest library is up to {max(ratios):.2f} times as fast. "
+        f"**The best library is up to {max(ratios):.2f} times as fast as two sweeps.** Across "
+        f"{len(all_rates)} points (three lengths, two head_dims, both masks), two sweeps lose "
+        f"{' and '.join(map(how_often, losses))}. "
         if losses
         else ""
     )
-    + (f"At every point, two sweeps are faster than {listed}." if slower_ones else "")
+    + (f"At every point, they beat {listed}." if slower_ones else "")
     + (
         " FlashAttention is absent from this run; the notes under the figures say why."
         if "FlashAttention" in backward.skipped
@@ -1603,9 +1612,9 @@ lab.together(
 # Why one sweep loses here
 # ------------------------
 #
-# One sweep executes fewer matmuls and yet takes longer. To see where it loses time, we compute
-# ``dk`` and ``dv`` alone, with the tiles of each version. The rest of a full run of one sweep
-# counts as ``dq``. If ``dq`` cost only a fifth matmul, as fast as the other four, one sweep would
+# One sweep executes fewer matmuls and yet takes longer. Where does it lose the time? We time ``dk``
+# and ``dv`` alone, in the tiles of each version. What a full run of one sweep takes beyond that, we
+# count as ``dq``. If ``dq`` cost only a fifth matmul, as fast as the other four, one sweep would
 # end at the dashed line:
 
 
@@ -1783,21 +1792,9 @@ lab.draw(
 
 # Reading
 lost = whole - two - saved
-wider = keys_at_once["all"] / keys_at_once["dkdv"] if tile_of else nan
 lab.read(
-    f"**Tiles and warps cause part of the loss.** Of the {lost:.1f} ms that one sweep loses, "
-    f"{one - two:.1f} ms are lost in `dk` and `dv`, where only tiles and warps differ. The tiles "
-    f"of one sweep have {keys_at_once['all']} keys instead of {keys_at_once['dkdv']}, which halves "
-    f"the additions to `dq`."
-    if tile_of and one > two and wider == 2
-    else f"In the tiles of one sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}."
-)
-
-# %%
-
-# Reading
-lab.read(
-    f"**The other {adding - saved:.1f} ms are lost in dq.** Besides its fifth matmul, one sweep "
+    f"**{'Most of the loss is' if 2 * (adding - saved) > lost else 'Part of the loss is'} in dq:** "
+    f"{adding - saved:.1f} of the {lost:.1f} ms that one sweep loses. Besides its fifth matmul, it "
     + (
         "transposes `ds_t`, adds `dq` in memory and, alone among these kernels, spills registers."
         if spilling == ["head_dim 128, one sweep"]
@@ -1816,6 +1813,18 @@ lab.read(
     )
     if adding > 2 * fifth
     else f"The fifth matmul and the additions take {adding:.1f} ms."
+)
+
+# %%
+
+# Reading
+wider = keys_at_once["all"] / keys_at_once["dkdv"] if tile_of else nan
+lab.read(
+    f"**The rest is in dk and dv:** {one - two:.1f} ms, where only tiles and warps differ. One "
+    f"sweep takes {keys_at_once['all']} keys per tile instead of {keys_at_once['dkdv']}, which at "
+    f"least halves its additions to `dq`."
+    if tile_of and one > two and wider == 2
+    else f"In the tiles of one sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}."
 )
 
 # %%
@@ -1925,9 +1934,9 @@ lab.together(
 )
 
 # %%
-# **The way out** is to hide the additions *within* a program. In
-# :doc:`/chapters/attention_hopper_backward`, groups of warps load, multiply and add at the same
-# time, and programs can take turns adding, which fixes the order of each sum.
+# **One sweep can do better.** In :doc:`/chapters/attention_hopper_backward`, groups of warps load,
+# multiply and add at the same time, and programs can take turns adding, which fixes the order of
+# each sum.
 
 
 # Reading
@@ -1955,7 +1964,6 @@ lab.read(
         else f"with such groups takes {roles / swept:.2f} of the time of two sweeps"
     )
     + f"; after further changes it takes {finished / swept:.2f} of their time."
-    + (" So one sweep can win after all." if finished < 0.97 * swept else "")
     if len(at_work) == 3
     else "No run of that chapter is recorded yet."
 )
@@ -2003,7 +2011,7 @@ lab.together(
 # .. code-block:: python
 #
 #    p = torch.exp2(s * log2e - (lse * log2e)[..., None])  # lse not converted, or in bfloat16
-#    ds = p * (do @ v.mT - delta)  # delta left out
+#    ds = p * (do @ v.mT - delta[..., None])  # delta left out
 #    dq, dk = scale * ds @ k, scale * ds.mT @ q  # dk without its scale
 
 
@@ -2012,15 +2020,15 @@ def with_mistake(q, k, v, do, mistake):
     scale, factor = q.shape[-1] ** -0.5, log2e
     s = scale * q @ k.mT
     out, lse = s.softmax(-1) @ v, s.logsumexp(-1)
-    delta = (do * out).sum(-1, keepdim=True)
+    delta = (do * out).sum(-1)
     if mistake == "delta left out":
-        delta = 0.0
+        delta = torch.zeros_like(delta)
     if mistake == "lse not converted to base 2":
         factor = 1.0
     if mistake == "lse in bfloat16":
         lse = lse.bfloat16().to(q)
     p = torch.exp2(s * log2e - (lse * factor)[..., None])
-    ds = p * (do @ v.mT - delta)
+    ds = p * (do @ v.mT - delta[..., None])
     dq, dk = scale * ds @ k, scale * ds.mT @ q
     if mistake == "dk without its scale":
         dk = ds.mT @ q
@@ -2085,7 +2093,7 @@ _, lse = reference.attention(q, k, v, True)
 summed = (s - lse[..., None]).exp().sum(-1)[0, 0, 0]
 lab.read(
     f"The errors are largest where the backward pass sees more keys than the forward pass did. "
-    f"Those keys are missing from `lse`, so the weights exp(s − lse) of the first query sum to "
+    f"Those keys are missing from `lse`, so the recomputed weights of the first query sum to "
     f"{summed:.0f} instead of 1. A test needs one case with a mask and one without."
 )
 

@@ -516,7 +516,7 @@ straight, turned, straight_16, turned_16 = (
     for layout in ("contracted", "columns")
 )
 lab.read(
-    f"**With the wrong layout, the 8-bit matmul takes {turned / straight:.1f} times as long.** "
+    f"**The 8-bit matmul then takes {turned / straight:.1f} times as long.** "
     + (
         "In 16 bits, the layout hardly matters."
         if 0.9 < turned_16 / straight_16 < 1.1
@@ -1189,8 +1189,7 @@ out = attention(q_8, k_8, v_8)
 # The truth alone cannot judge a kernel that is meant to round, because even a correct one differs
 # from it. So we compute attention of the *stored* values twice in float64: the *truth* rounds
 # nothing, and the *yardstick* rounds weights and output as the kernel does. We allow the kernel at
-# most twice the yardstick's error. Here an error is the largest difference from the truth, divided
-# by the largest true value.
+# most twice the yardstick's error.
 
 
 # Measuring
@@ -1587,10 +1586,9 @@ assert 0.9 < larger["V"] < 1.1
 assert larger["the weights"] < 0.25
 assert (of_parts["outliers"]["q and k"] / from_parts["outliers"]) ** 2 > 0.85
 lab.read(
-    "**With outliers, most of the squared error comes from q and k**: "
-    f"{larger['q and k'] ** 2:.1f} times as much as without. The part of V hardly changes, and "
-    "that of the weights nearly vanishes. The parts nearly add up to the error of all roundings "
-    "at once (black line)."
+    f"**With outliers, the part of q and k is {larger['q and k'] ** 2:.1f} times as large** "
+    "and makes up most of the squared error, while that of the weights nearly vanishes. The parts "
+    "nearly add up to the error of all roundings at once (black line)."
 )
 
 # %%
@@ -1858,10 +1856,10 @@ lab.read(
     "fastest 16-bit kernel.** We did not time other libraries in 8 bits. The FlashAttention-3 "
     "paper reports close to 1,200 TFLOP/s at best on an H100"
     + "".join(
-        f", where {whose} at most {best}"
+        f", where {whose} at most {best}, {how}"
         if gpu == "H100"
-        else f"; {whose} at most {best} on the {gpu}"
-        for best, gpu, _, whose in our_best
+        else f"; {whose} at most {best} on the {gpu}, {how}"
+        for best, gpu, how, whose in our_best
     )
     + "."
 )
@@ -1881,9 +1879,8 @@ ratios = {
 lost = sum(ratio < 0.995 for ratio in ratios.values())
 lab.read(
     (
-        "**V alone in 8 bits is not enough**: attention is then "
-        + ("no" if of_v / of_default <= 1 else "hardly")
-        + " faster than our fastest 16-bit kernel. "
+        "**V alone in 8 bits is not enough**: attention is then only "
+        f"{of_v / of_default:.2f} times as fast as our fastest 16-bit kernel. "
         if of_v / of_default < 1.02
         else "**With V alone in 8 bits**, attention is "
         f"{of_v / of_default:.2f} times as fast as our fastest 16-bit kernel. "
@@ -2131,12 +2128,10 @@ lab.together(
 # Why is it not twice as fast?
 # ----------------------------
 #
-# Besides the matmuls, every score needs an exponential, a maximum, a sum, a scaling and a
-# conversion. Other units of an :term:`SM` compute these and gain nothing from 8 bits. The figure
-# shows the cycles of one tile with head_dim 128; for all but the matmuls, we counted instructions
-# in the machine code of our 8-bit kernel with roles. We assume that the kernel above needs the same
-# ones, that they run one at a time, that matmuls run at full speed, and that 8 and 16 bits overlap
-# the two equally.
+# Eight bits halve the cycles of the matmuls. Why not those of attention? Because every score also
+# needs an exponential, a maximum, a sum, a scaling and a conversion. Other units of an :term:`SM`
+# compute these, no faster than before. The figure shows one tile with head_dim 128: matmuls at full
+# speed, and the rest as counted in the machine code of our 8-bit kernel with roles.
 
 
 # Measuring
@@ -2201,37 +2196,26 @@ MATMULS = {"16 bits": 2 * of_two_matmuls, "8 bits": of_two_matmuls}
 
 def units_drawn(axes):
     others = all_else if all_else == all_else else exponentials
+    rest = (
+        ("exponentials", exponentials, "PyTorch"),
+        ("others", others - exponentials, "matmul"),
+    )
     for place, (name, matmul) in enumerate(MATMULS.items()):
-        top = 3.5 * place
-        pieces = (
-            ("matmuls", matmul, "Kernel Book", 0, (0, 2)),
-            ("exponentials", exponentials, "PyTorch", matmul, (1, 2)),
-            ("others", others - exponentials, "matmul", matmul + exponentials, (1, 2)),
-        )
-        for what, width, ink, before, lines in pieces:
-            for line in lines if width else ():
-                left_edge = before - matmul * (line == 1)
-                look = {"color": lab.colour(ink), "alpha": 0.5}
-                axes.barh(top + line, width, 0.85, left_edge, **look)
-                if line < 2:
-                    label = f"{what.replace('exponentials', 'exp')} {width:,.0f}"
-                    at = left_edge + width / 2
-                    axes.text(
-                        at, top + line, label, ha="center", va="center", fontsize=9.5
-                    )
-        for line, total, how in (
-            (0.5, max(matmul, others), "side by side"),
-            (2, matmul + others, "in turns"),
-        ):
+        for line, pieces in enumerate(((("matmuls", matmul, "Kernel Book"),), rest)):
+            at, left_edge = 2.6 * place + line, 0
+            for what, width, ink in pieces:
+                if width:
+                    look = {"color": lab.colour(ink), "alpha": 0.5}
+                    axes.barh(at, width, 0.85, left_edge, **look)
+                    middle = left_edge + width / 2
+                    label = f"{what} {width:,.0f}" if line else what
+                    axes.text(middle, at, label, ha="center", va="center", fontsize=9.5)
+                left_edge += width
             axes.text(
-                total + 25,
-                top + line,
-                f"{total:,.0f} {how}",
-                va="center",
-                weight="bold",
+                left_edge + 12, at, f"{left_edge:,.0f}", va="center", weight="bold"
             )
-        axes.text(-30, top + 1, name, ha="right", va="center", weight="bold")
-    axes.set(ylim=(6.1, -0.7), xlim=(0, 1.32 * (MATMULS["16 bits"] + others)))
+        axes.text(-15, at - 0.5, name, ha="right", va="center", weight="bold")
+    axes.set(ylim=(4.2, -0.6), xlim=(0, 1.15 * max(MATMULS["16 bits"], others)))
     axes.set(yticks=[], xlabel="cycles of an SM")
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.grid(visible=False)
@@ -2239,15 +2223,14 @@ def units_drawn(axes):
 
 lab.sketch(
     "Cycles for one tile, in the matrix unit and in the other units",
-    "For 16 and for 8 bits, a bar for the matrix unit, one for the other units, and one for both "
-    "in turns. "
+    "For 16 and for 8 bits, a bar for the matrix unit and one for the other units. "
     + " ".join(
         f"With {name}: {matmul:,.0f} cycles of matmuls, and {exponentials:,.0f} of exponentials "
         f"and {max(all_else - exponentials, 0) if work.rows else 0:,.0f} of others."
         for name, matmul in MATMULS.items()
     ),
     units_drawn,
-    height=3.3,
+    height=2.5,
 )
 
 # %%
@@ -2262,12 +2245,11 @@ def gain_if(combine):
 
 in_turns, side_by_side = gain_if(lambda x, y: x + y), gain_if(max)
 lab.read(
-    "**In 8 bits, the matmuls need half as many cycles, but everything else needs as many as "
-    f"before.** If the units took turns, 8 bits would be {in_turns:.2f} times as fast; if they "
-    f"worked side by side, only {side_by_side:.2f} times."
-    if side_by_side < 1.2
-    else f"By this count, 8 bits would be {in_turns:.2f} times as fast if the units took turns, "
-    f"and {side_by_side:.2f} times if they worked side by side."
+    "**In 8 bits, the rest takes longer than the matmuls**, "
+    f"{all_else:,.0f} cycles against {of_two_matmuls:,.0f}, so by this count a faster kernel "
+    "would have to do less work around its matmuls, or overlap more of it with them."
+    if all_else > of_two_matmuls
+    else "**In 8 bits, the matmuls need half as many cycles, and the rest as many as before.**"
 )
 
 # %%
@@ -2283,15 +2265,20 @@ gains_of = {
 }
 shorter = gains_of[64][0] < gains_of[128][0]
 lab.read(
-    f"**In fact, the kernel is {gains_of[128][0]:.2f} times as fast as the same Triton code in 16 "
-    "bits**"
+    f"**In 8 bits, the kernel is {gains_of[128][0]:.2f} times as fast as the same code in 16**"
     + (
         " (which is slower than our fastest)"
         if gains_of[128][0] > gains_of[128][1]
         else ""
     )
     + (
-        ", more than either count predicts. So at least one assumption is wrong; we did not "
+        f". The count predicts {in_turns:.2f} times if the units take turns, and "
+        f"{side_by_side:.2f} if they work side by side"
+        if work.rows
+        else ""
+    )
+    + (
+        ". Both are too low, so at least one of its assumptions (in the fold) is wrong; we did not "
         "measure which."
         if gains_of[128][0] > max(in_turns, side_by_side)
         else "."
@@ -2339,7 +2326,9 @@ lab.together(
     ),
     lab.read(
         "In a cycle an SM does 4,096 operations of a matmul with 16 bits and 8,192 with 8 bits, "
-        "but 16 exponentials with either. The instructions are those of the kernel with roles. "
+        "but 16 exponentials with either. We assume that the kernel of this chapter needs the same "
+        "instructions as the one with roles, that they run one at a time, that matmuls run at full "
+        "speed, and that 8 and 16 bits overlap the two equally. "
         "With head_dim 64, where the matmuls take half as many cycles and the exponentials as "
         "many, the measured gain is "
         + ("smaller, as the count predicts: " if shorter else "")
@@ -2480,44 +2469,16 @@ lab.table(
 lab.read(
     "The total number of tokens is fixed, so quantising costs the same at every length, while the "
     "saving grows with the length. From this table we predict that FP8 pays from about "
-    f"{round(begin, -2):,.0f} keys on, or from twice as many with a causal mask, which halves the "
-    "saving."
+    f"{round(begin, -2):,.0f} keys on"
+    + (
+        f" (from {round(begin * with_compiler / cost, -2):,.0f} with PyTorch's compiled operations)"
+        if with_compiler == with_compiler
+        else ""
+    )
+    + ", or from twice as many with a causal mask, which halves the saving."
     if not saved <= 0
     else "At length 4,096, FP8 saves no time in attention that could pay for this."
 )
-
-# %%
-# .. dropdown:: Both kernels whole, and in which order they take the tiles
-#
-#    The first kernel takes the maximum of each tile, and an :term:`atomic` maximum combines the
-#    tiles of a head; the second scales and rounds. The maximum is one of integers, because the bits
-#    of a float32 without its sign have the order of the numbers, with infinity and NaN above them
-#    all. So it also finds a NaN, and it does not depend on the order in which programs finish.
-#    ``divide`` multiplies by the reciprocal and corrects the quotient, which gives every bit of a
-#    division in a third of its instructions.
-#
-#    The second kernel takes the tiles in the opposite order. An operand (64 MiB below) is larger
-#    than the L2 cache, which evicts what was used least recently. In the same order, every tile
-#    would be evicted just before it is needed again; in the opposite order, the tiles read last are
-#    still in the cache.
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/quantize.py
-#       :language: python
-#       :pyobject: amax_kernel
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/quantize.py
-#       :language: python
-#       :pyobject: round_kernel
-#
-#    What they call: which tile a program takes, and the division.
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/quantize.py
-#       :language: python
-#       :pyobject: place_of_tile
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/quantize.py
-#       :language: python
-#       :pyobject: divide
 
 # %%
 # Now we time the whole path from bfloat16. FP8 pays where its line is above 1.
@@ -2694,12 +2655,7 @@ lab.read(
         if in_operations < 1
         else f"reaches {in_operations:.2f} times the speed of bfloat16 at best"
     )
-    + (
-        ". By the table, compiled ones should pay from about "
-        f"{round(begin * with_compiler / cost, -2):,.0f} keys on without a mask."
-        if saved > 0 and with_compiler == with_compiler
-        else "."
-    )
+    + "."
 )
 
 # %%
@@ -2742,6 +2698,39 @@ lab.together(
         "has to choose their scale before it knows the largest element."
     ),
 )
+
+# %%
+# .. dropdown:: Both kernels whole, and in which order they take the tiles
+#
+#    The first kernel takes the maximum of each tile, and an :term:`atomic` maximum combines the
+#    tiles of a head; the second scales and rounds. The maximum is one of integers, because the bits
+#    of a float32 without its sign have the order of the numbers, with infinity and NaN above them
+#    all. So it also finds a NaN, and it does not depend on the order in which programs finish.
+#    ``divide`` multiplies by the reciprocal and corrects the quotient, which gives every bit of a
+#    division in a third of its instructions.
+#
+#    The second kernel takes the tiles in the opposite order. An operand (64 MiB here) is larger
+#    than the L2 cache, which evicts what was used least recently. In the same order, every tile
+#    would be evicted just before it is needed again; in the opposite order, the tiles read last are
+#    still in the cache.
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/quantize.py
+#       :language: python
+#       :pyobject: amax_kernel
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/quantize.py
+#       :language: python
+#       :pyobject: round_kernel
+#
+#    What they call: which tile a program takes, and the division.
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/quantize.py
+#       :language: python
+#       :pyobject: place_of_tile
+#
+#    .. literalinclude:: /../src/kernelbook/ops/attention/quantize.py
+#       :language: python
+#       :pyobject: divide
 
 # %%
 # What breaks it
@@ -2874,8 +2863,9 @@ assert [row["every head right"] for row in rows] == ["no", "no", "yes"]
 # Reading
 lab.read(
     f"**In a small kernel with this mistake, {rows[0]['heads of zeros']} of {len(v_t)} heads "
-    "become zeros, and the tutorial's test accepts them.** It would even accept zeros alone, "
-    "because its `atol` is 3, and averages of normal numbers are smaller."
+    "become zeros, and the tutorial's test accepts them.** Only the first "
+    f"{len(v_t) - rows[0]['heads of zeros']} begin inside the matrix. The test would even accept "
+    "zeros alone, because its `atol` is 3, and averages of normal numbers are smaller."
 )
 
 # %%
@@ -2905,7 +2895,7 @@ lab.together(
 # Reading
 lab.read(
     f"Attention is then {of_fp8 / of_default:.2f} times as fast as our fastest 16-bit kernel, not "
-    "twice, because only the matmuls gain. The output is off by "
+    "twice; only the matmuls need fewer cycles. The output is off by "
     f"{in_all('all in e4m3', 'normal'):.1f} % on normal data and by "
     + f"{in_all('all in e4m3', 'outliers'):.1f} % with outliers"
     + (

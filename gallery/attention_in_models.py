@@ -348,8 +348,8 @@ errors = {f"a window of ({left}, 0), 64 tokens": errors_of(out, q, k, v, seen)}
 # How fast are windows?
 # ~~~~~~~~~~~~~~~~~~~~~
 #
-# In a text of 16,384 tokens, a window of 1,025 keys (``left`` = 1,024) would ideally take the same
-# share of the time of causal attention as of its scores, the dashed line in the figure.
+# If only the needed scores took time, a window of 1,025 keys (``left`` = 1,024) in a text of 16,384
+# tokens would take the share of the time that the dashed line marks.
 #
 # Unless noted, timings are in bfloat16 with 16 heads of ``head_dim`` 128.
 # *Kernel Book* is what ``attention`` runs by default: on a Hopper GPU, the faster kernel of
@@ -598,16 +598,14 @@ beside = {
     if HAS_FLASH
 }
 lab.read(
-    f"**Compared with FlashAttention, our kernel takes {beside['forward']} time forward and "
-    f"{beside['backward']} backward**; we did not investigate why."
-) if HAS_FLASH else None
-
-# %%
-
-# Reading
-lab.read(
-    f"SDPA with a mask (not drawn) takes {dense:.1f} times as long forward as our kernel without a "
-    "window."
+    (
+        f"**Compared with FlashAttention, our kernel takes {beside['forward']} time forward and "
+        f"{beside['backward']} backward**; we did not investigate why. "
+        if HAS_FLASH
+        else ""
+    )
+    + f"SDPA with a mask, too slow to draw, takes {dense:.1f} times as long forward as our kernel "
+    "without a window."
 )
 
 # %%
@@ -767,11 +765,9 @@ lab.together(
 # Why does a window take more than its share?
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# Two costs remain, however short the window. The kernel computes every score of a tile that a bound
-# cuts, although it then masks some; and it must read q, k and v and write the output. To see these
-# costs almost alone, we also time a window of one key, (0, 0). For *Kernel Book*, we estimate the
-# time of needed and masked scores from its speed without a window, and call what is left *the
-# rest*.
+# From the speed of *Kernel Book* without a window, we estimate the time of needed scores and of
+# those computed only to be masked, and call what is left *the rest*. A window of one key shows the
+# last two almost alone.
 
 
 # Measuring
@@ -881,7 +877,8 @@ def stacked(axes, rows):
     last = len(SHOWN)
     axes.barh(last, copied, 0.7, fill=False, ec=lab.colour("copy"), ls="--", lw=1.4)
     axes.text(copied + longest / 60, last, f"{copied:.0f} µs", **words)
-    axes.set_yticks(range(last + 1), [*map(keys_of, SHOWN), "copy of as\nmany bytes"])
+    names = [*map(keys_of, SHOWN), "copy of as\nmany bytes"]
+    axes.set_yticks(range(last + 1), names, multialignment="right")
     axes.tick_params(axis="y", length=0)
     axes.set(xlim=(0, 1.16 * longest), ylim=(last + 0.6, -0.6), xlabel="µs")
     axes.grid(axis="y", visible=False)
@@ -909,23 +906,45 @@ lab.draw(traffic, "Where the time of a window goes, forward", stacked_in_words, 
 # Reading
 by_window = spent(windows, traffic)
 copied = 1e3 * traffic.milliseconds_at("copy", keys=1)
-left_over = {left: found["the rest"] for left, found in by_window.items()}
-most = max(left_over[left] for left in SHOWN)
-both = [left_over[left] + by_window[left]["masked scores"] for left in SHOWN]
+in_middle = by_window[middle]
+beyond = in_middle["the rest"] + in_middle["masked scores"]
 lab.read(
-    f"**Together, masked scores and the rest take {min(both):.0f} to {max(both):.0f} µs**"
-    + (
-        "; this weighs most in short windows. "
-        if both == sorted(both, reverse=True)
-        else ". "
+    f"**With {keys_of(middle)}, an estimated {beyond:.0f} of {in_middle['measured']:.0f} µs do not "
+    "go to needed scores.**"
+)
+
+# %%
+
+
+# Reading
+def masked_of_query(left, *shape):
+    """How many masked scores the kernel computes for a query, on average."""
+    return (computed(left, *shape) - 1) * pairs(TOKENS, left) / TOKENS
+
+
+of_query = [masked_of_query(left, *SHAPE) for left in SHOWN]
+of_halves = [masked_of_query(left, *(rows // 2 for rows in SHAPE)) for left in SHOWN]
+assert all(0.45 < h / q < 0.55 for h, q in zip(of_halves, of_query, strict=True))
+lab.read(
+    f"In each window of the figure, the kernel masks {min(of_query):.0f} to {max(of_query):.0f} "
+    f"scores per query, because a tile of {SHAPE[0]} queries sees {SHAPE[0] - 1} keys more than "
+    "each of its queries. **Tiles half as long and wide would mask half as many**, but we "
+    "timed none."
+)
+
+# %%
+
+# Reading
+alone, *others = (found["the rest"] for found in by_window.values())
+lab.read(
+    (
+        f"The rest is less than the {copied:.0f} µs of copying as many bytes, and falls from "
+        f"{alone:.0f} µs with one key to {min(others):.0f} to {max(others):.0f} µs with more"
+        if max(others) < alone < copied
+        else f"The rest is {alone:.0f} µs with one key and {min(others):.0f} to {max(others):.0f} "
+        f"µs with more, and copying as many bytes takes {copied:.0f} µs"
     )
-    + (
-        "Memory traffic could explain the rest, because copying as many bytes takes "
-        f"{copied:.0f} µs, but we did not isolate it."
-        if most < copied
-        else f"Copying as many bytes takes {copied:.0f} µs, so memory traffic alone does not "
-        "explain the rest."
-    )
+    + "; we did not isolate its cause."
 )
 
 # %%
@@ -947,7 +966,8 @@ lab.together(
         "We estimate the times of needed and masked scores from the time per needed score without "
         "a window. That time already includes the scores masked in attention without a window, so "
         "we count as masked only those that the window adds. Together, q, k, v and the output "
-        f"occupy {MOVED / 1e6:.0f} MB."
+        f"occupy {MOVED / 1e6:.0f} MB. The rest may be their memory traffic, which longer windows "
+        "could hide behind their matmuls."
     ),
 )
 
@@ -1061,7 +1081,7 @@ lab.source(small.packed_kernel, "place")
 #    :dedent:
 #
 # Second, a tile of queries may also extend past the end, so the kernel loads the queries and stores
-# the output under the same mask, ``own``:
+# the output under the mask ``own``:
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_in_models.py
 #    :language: python
@@ -1115,9 +1135,8 @@ in_grid, in_slots = SEQUENCES * (LONGEST // 128), sum(LENGTHS) // 128 + SEQUENCE
 needs = tiles(LENGTHS, 128)
 assert 64 * choice.VARLEN_DEFAULTS[128].consumers == 128
 lab.read(
-    "Because the host knows only the longest length, "
-    f"**{in_grid - needs:,} of {in_grid:,} programs per head return at once** for the texts that "
-    "we time, with tiles of 128 queries. Our kernels for Hopper GPUs avoid nearly all of these."
+    f"**With tiles of 128 queries, {in_grid - needs:,} of {in_grid:,} programs per head return at "
+    "once** for the texts that we time. Our kernels for Hopper GPUs avoid nearly all of these."
     if in_slots - needs < (in_grid - needs) / 10
     else f"For the texts that we time, with tiles of 128 queries, {in_grid - needs:,} of "
     f"{in_grid:,} programs per head return at once."
@@ -1326,7 +1345,7 @@ lab.read(
     f"{100 * kept['backward']:.{digits}f} % backward. "
     f"{against(SHARE / OF_PADDED, kept)}"
     + (
-        " The fastest fifth of our timings reach the aim, so the miss is within their scatter."
+        " The miss is within the scatter of our timings, whose fastest fifth reach the aim."
         if any(map(missed_within_scatter, PASSES))
         else ""
     )
@@ -1720,8 +1739,8 @@ lab.together(
 # How fast is decoding?
 # ~~~~~~~~~~~~~~~~~~~~~
 #
-# ``attention`` makes parts for up to two programs per SM, but leaves each part at least two tiles
-# of keys. It stops at 256 parts, because one program merges all the parts of a query:
+# ``attention`` makes as many parts as two programs per SM allow, but leaves each part at least two
+# tiles of keys. It stops at 256 parts, because one program merges all the parts of a query:
 #
 # .. code-block:: python
 #
@@ -1816,19 +1835,8 @@ twice = (
 apart = [
     abs(ms / steps.milliseconds_at(name, **where) - 1) for ms, (name, where) in twice
 ]
-lab.read(
-    "We timed the figure of the parts separately"
-    + (
-        f", so its times differ from these by up to {100 * max(apart):.1f} %."
-        if apart
-        else "."
-    )
-)
-
-# %%
 
 
-# Reading
 def micro(name, where):
     """Microseconds of a version."""
     return 1e3 * steps.milliseconds_at(name, **where)
@@ -1940,6 +1948,14 @@ lab.together(
             for what, where in AT.items()
         ],
         "Microseconds of a copy and of our kernel, with all its keys and with fewer",
+    ),
+    lab.read(
+        "We timed the figure of the parts separately"
+        + (
+            f", so its times differ from these by up to {100 * max(apart):.1f} %."
+            if apart
+            else "."
+        )
     ),
 )
 
@@ -2221,7 +2237,7 @@ lab.together(
 # What breaks it
 # --------------
 #
-# Like merging parts without lse, these mistakes return numbers that look right.
+# Like merging parts without lse, these mistakes raise no error and return finite numbers.
 #
 # **A window off by one.** In papers, a window of :math:`W` keys includes the query's own key, which
 # ``left`` does not count:
@@ -2351,7 +2367,8 @@ lab.read(
     if any(ours != ours for _, ours in goals.values())
     else f"**We reached {sum(met.values())} of {len(met)} aims.** The aims allowed a window "
     f"{100 * (AIM - 1):.0f} % more time than its share of the scores, and a packed batch "
-    f"{100 * (1 / OF_PADDED - 1):.0f} % more."
+    f"{100 * (1 / OF_PADDED - 1):.0f} % more, which is {100 * OF_PADDED:.0f} % of the speed per "
+    "score."
 )
 
 # %%

@@ -108,8 +108,8 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 # --------
 #
 # How can 8 bytes replace a whole mask? The backward pass can draw the same random numbers again,
-# but not from an ordinary generator: it computes each number from the one before, so thousands of
-# threads cannot share it.
+# but not from an ordinary generator: it computes each number from the one before, so a thread would
+# have to compute all the numbers before its own.
 #
 # A :term:`counter-based generator` has no state. Think of a library full of books of random
 # numbers, where anyone can open any book at any page. The *seed* names the book and the *counter*
@@ -385,12 +385,12 @@ lab.read(
         if stored < 95
         else "A stored mask"
     )
-    + f" adds a fifth byte to the four of a copy, and the kernel reaches {stored:.0f} %"
+    + f" adds a fifth byte to the four of a copy, and the kernel reaches {stored:.0f} %."
     + (
-        ", a little more than four fifths, probably because most of its bytes are reads, and "
-        "memory can be read faster than copied (first chapter)."
+        " That is a little more than four fifths, probably because most of its bytes are reads, "
+        "and memory can be read faster than copied (first chapter)."
         if 80.5 < stored < 86
-        else "."
+        else ""
     )
     + " PyTorch's own kernel, which also draws the numbers and writes the mask, reaches "
     f"{half['PyTorch']:.0f} %."
@@ -422,24 +422,38 @@ lab.read(
 # Four numbers, seven rounds
 # --------------------------
 #
-# Our third kernel uses all four numbers of each call. Its ``threshold`` is :math:`p \cdot 2^{32}`
-# rounded to an integer. Its ``seed`` is a number, or a pointer to one that the GPU has drawn, so
-# that the :term:`host` never has to wait for it.
-#
-# Each program first finds its place and, if the seed is a pointer, loads the seed:
+# Can we use the three numbers that ``tl.rand`` throws away? Yes: ``tl.randint4x`` returns all four,
+# so a block of ``BLOCK_SIZE`` elements needs only a quarter as many counters. They come as four
+# blocks, ``r0`` to ``r3``, but we want the four numbers of counter 0 first, then those of counter
+# 1, and so on. Since ``tl.interleave(a, b)`` alternates between the elements of two blocks, three
+# calls put them in this order (``start`` is the index of the block's first element):
 
-lab.source(seeded_dropout_kernel, "place")
+lab.source(_dropped, "draw")
 
 # %%
-# Then it loads ``x``, drops elements, and stores the result. Only the last block can extend past
-# the end, so it alone gets a bounds mask, in a separate branch:
+# .. image:: /figures/dropout-interleave.svg
+#    :alt: Four counters, two for each of two threads. The blocks r0 to r3 hold one number per
+#          counter. The inner interleave makes r0 r2 r0 r2 and r1 r3 r1 r3, the outer one r0 r1 r2
+#          r3 for each counter in order. The first eight numbers belong to thread 0 at every step,
+#          the other eight to thread 1.
+#
+# Element 5, for example, takes number 1 of counter 1: in each row, the box with ``r1`` above a 1.
+# No number moves from one thread to another, because a thread that loads 16 bytes at once holds
+# eight consecutive elements and computes the numbers of their two counters itself.
+#
+# Next, we decide. ``threshold`` is the rounded :math:`p \cdot 2^{32}`, and the cast makes the
+# comparison unsigned. ``tl.where`` drops even infinite elements, which a multiplication by zero
+# would turn into NaN:
+
+lab.source(_dropped, "decide")
+
+# %%
+# These two steps make up ``_dropped``. Our third kernel loads ``x``, calls it, and stores the
+# result. Only the last block can extend past the end, so it alone gets a bounds mask:
 
 lab.source(seeded_dropout_kernel, "load, drop, store")
 
 # %%
-# A bounds mask could slow the other blocks down: a thread loads 16 bytes at once only if the
-# compiler can prove that the mask is the same for every element of the load, and all it knows about
-# ``n_elements`` is whether 16 divides it.
 
 # Measuring
 import triton  # after kernelbook, which decides how kernels run
@@ -508,59 +522,38 @@ def masks_on_blocks():
     return rows
 
 
-# %%
-
-# Folded: A mask on every block, and on the last alone
 masking = lab.attempt(
     "A mask on every block, and on the last alone, bfloat16", masks_on_blocks
 )
-masking
 
 # %%
 
 # Reading
 masked = {(row["elements"], row["masked"]): row for row in masking.rows}
-(odd_every, narrow), (odd_last, wide) = (
+(odd_every, narrow), (odd_last, wide), (even_every, _), (even_last, _) = (
     (row.get("% of a copy", nan), row.get("widest load (bytes)", nan))
+    for size in ("2²⁸ - 3", "2²⁸")
     for which in ("every block", "the last block")
-    for row in [masked.get(("2²⁸ - 3", which), {})]
+    for row in [masked.get((size, which), {})]
 )
 lab.read(
-    ("It does: with" if narrow < wide and odd_every < 0.9 * odd_last else "With")
-    + " a size that 16 does not divide, a kernel that masks every block loads "
-    f"{narrow} bytes at once and reaches {odd_every:.0f} % of the speed of a copy. With a mask on "
-    "the last block alone, it "
+    "Why not mask every block? All that the compiler knows about `n_elements` is whether 16 "
+    "divides it. If not, it cannot prove that the mask is the same for every element of a 16-byte "
+    f"load, and loads {narrow} bytes at once: in bfloat16, such a kernel reaches {odd_every:.0f} % "
+    f"of the speed of a copy, and ours {odd_last:.0f} %. (Narrow loads may also force numbers to "
+    "move between threads; we have not measured the two apart.)"
     + (
-        "is nearly as fast as a copy."
-        if 97 < odd_last < 103
-        else f"reaches {odd_last:.0f} %."
+        " A benchmark with a power of two hides this, because there even masking every block "
+        f"reaches {even_every:.0f} %."
+        if narrow < wide and odd_every < 0.9 * even_every
+        else ""
     )
 )
 
 # %%
-# Both branches call ``_dropped``, which begins by drawing. A block of ``BLOCK_SIZE`` elements needs
-# only a quarter as many counters, for which ``tl.randint4x`` returns four blocks of numbers, ``r0``
-# to ``r3``. We want the four numbers of counter 0 first, then those of counter 1, and so on. Since
-# ``tl.interleave(a, b)`` alternates between the elements of two blocks, three calls put the numbers
-# in this order:
 
-lab.source(_dropped, "draw")
-
-# %%
-# .. image:: /figures/dropout-interleave.svg
-#    :alt: Four counters, two for each of two threads. The blocks r0 to r3 hold one number per
-#          counter. The inner interleave makes r0 r2 r0 r2 and r1 r3 r1 r3, the outer one r0 r1 r2
-#          r3 for each counter in order. The first eight numbers belong to thread 0 at every step,
-#          the other eight to thread 1.
-#
-# Element 5, for example, needs number 1 of counter 1, in each row the box with ``r1`` above a 1. No
-# number moves from one thread to another, because a thread that loads 16 bytes at once holds eight
-# consecutive elements and computes the numbers of their two counters itself.
-#
-# Finally, ``_dropped`` decides. The cast makes the comparison unsigned, and ``tl.where`` drops even
-# infinite elements, which a multiplication by zero would turn into NaN:
-
-lab.source(_dropped, "decide")
+# Folded: A mask on every block, and on the last alone
+masking
 
 # %%
 
@@ -568,9 +561,10 @@ lab.source(_dropped, "decide")
 lab.listing({"What the kernel calls": _dropped, "The kernel": seeded_dropout_kernel})
 
 # %%
-# Here is the whole ladder. ``one per call`` and ``four per call`` are our second and third kernels
-# with ten rounds, and ``seven rounds`` is the third with seven. ``Kernel Book`` is the public
-# ``dropout``, which also draws its seed. The last two bars show ``F.dropout``, eager and compiled.
+# Here is the whole ladder. ``one per call`` and ``four per call`` run ten rounds; ``seven rounds``
+# is the latter with seven. ``Kernel Book``, the public ``dropout``, also draws its seed, on the
+# GPU, so that the :term:`host` never waits for it. The last two bars show ``F.dropout``, eager and
+# compiled.
 
 # Drawing
 spelled = {"one a call": "one per call", "four a call": "four per call"}
@@ -601,8 +595,8 @@ lab.ladder(
 # Reading
 lab.read(
     (
-        "With ten rounds, `four per call` is only about as fast as `stored mask`: the seed saves "
-        "memory but no time."
+        "With ten rounds, `four per call` is only about as fast as `stored mask`, whose mask was "
+        "drawn before the timing began."
         if abs(half["four a call"] - half["stored mask"]) < 4
         else f"With ten rounds, `four per call` reaches {half['four a call']:.0f} %, against "
         f"{half['stored mask']:.0f} % for `stored mask`."
@@ -738,9 +732,9 @@ lab.read(
 
 # Reading
 lab.read(
-    "The longer the bytes take, the more rounds are free. In float32, which moves twice as many "
-    "bytes for the same arithmetic, even ten rounds keep up with a copy"
-    + (f", as they do in float16 on {slower[0]}." if slower else ".")
+    "The longer the bytes take, the more rounds are free. Even ten rounds keep up with a copy in "
+    "float32, which moves twice as many bytes for the same arithmetic"
+    + (f", and in float16 on {slower[0]}." if slower else ".")
     if ten > 99
     else f"In float32, which moves twice as many bytes, ten rounds reach {ten:.0f} %."
 )
@@ -935,15 +929,22 @@ four_rounds = next((row for row in rounds.rows if row["rounds"] == 4), {})
 counted = max(
     four_rounds.get(test, nan) for test in ("keep rate", "each of the 4 numbers")
 )
-related = four_rounds.get("neighbouring seeds", nan)
+paired = [
+    row["rounds"]
+    for row in rounds.rows
+    if row["rounds"] in (4, 5)
+    and min(row["lags 1 to 4096"], row["neighbouring seeds"]) > 5
+]
 lab.read(
     f"From {fewest} rounds on, none of our tests can tell the mask from a fair coin. Four "
     "rounds satisfy the eye"
     + (" and the tests that only count kept elements" if counted < 5 else "")
     + (
-        ", but the masks of neighbouring seeds are still related. "
-        if related > 5
-        else f", and neighbouring seeds have |z| = {related:.1f}. "
+        ", but pairs of tosses in one mask, and the masks of neighbouring seeds, are still related"
+        + (", even after five" if 5 in paired else "")
+        + ". "
+        if 4 in paired
+        else ". "
     )
     + "Because our tests are few, we rely on BigCrush and run seven, without the authors' safety "
     "margin."
@@ -1251,30 +1252,34 @@ def ahead(name):
 def at_most(behind):
     """The largest of these differences, and what ours takes there."""
     n = max(behind, key=behind.get)
-    return f"by at most {behind[n]:.1f} µs (where ours takes {ours[n]:.1f})"
+    return f"by at most {behind[n]:.1f} of {ours[n]:.1f} µs"
 
 
-one_launch = "Our operator launches two kernels, one of them to draw the seed. "
+two_launches = (
+    "ours launches two kernels, one of them to draw the seed. With a seed of your own, you save "
+    "that launch, and `seven rounds` "
+    + (
+        "is as fast as a copy."
+        if given < 1.01 * copied
+        else f"takes {given:.1f} µs at {in_units(min(ours))}."
+    )
+)
 if behind := ahead("PyTorch"):
     launch_alone = microseconds(sizes.rows, "seven rounds")  # our kernel, seed given
     its_cause = all(launch_alone[n] < ours[n] - more for n, more in behind.items())
-    one_launch = (
+    two_launches = (
         f"Up to {in_units(max(behind))} elements, PyTorch's operator is faster, {at_most(behind)}"
-        + (", because ours" if its_cause else ". Our operator")
-        + " launches two kernels, one of them to draw the seed. "
+        + (", because " if its_cause else ", and ")
+        + two_launches
     )
+else:
+    two_launches = two_launches.replace("ours", "Our operator", 1)
 if behind := ahead("torch.compile"):
-    one_launch += (
-        f"`torch.compile` is faster up to {in_units(max(behind))}, {at_most(behind)}. "
+    two_launches += (
+        f" `torch.compile`, not drawn here, is faster than ours up to {in_units(max(behind))}, "
+        f"{at_most(behind)}."
     )
-lab.read(
-    f"{one_launch}If you pass your own seed, you save that launch"
-    + (
-        ", and `seven rounds` is as fast as a copy."
-        if given < 1.01 * copied
-        else f": `seven rounds` takes {given:.1f} µs."
-    )
-)
+lab.read(two_launches)
 
 # %%
 
@@ -1305,9 +1310,10 @@ in_another_run = (
     else ""
 )
 lab.read(
-    "For small inputs, PyTorch is the better choice. The host takes even longer than the GPU: a "
-    f"forward call on 64Ki elements keeps it busy for {one_way[0]:.0f} µs with our operator, whose "
-    f"host code is Python, and for {one_way[1]:.0f} µs with PyTorch's, written in C++."
+    "The host takes even longer than the GPU: a forward call on 64Ki elements keeps it busy for "
+    f"{one_way[0]:.0f} µs with our operator, whose host code is Python, and for "
+    f"{one_way[1]:.0f} µs with PyTorch's, written in C++. For small inputs, PyTorch is therefore "
+    "the better choice."
     if one_way[0] > max(one_way[1], small)
     else f"A forward call on 64Ki elements keeps the host busy for {one_way[0]:.0f} µs with our "
     f"operator and for {one_way[1]:.0f} µs with PyTorch's."

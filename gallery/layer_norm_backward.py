@@ -111,15 +111,16 @@ def simple_backward(x, w, mean, rstd, dy):
 # The mathematics
 # ---------------
 #
-# The gradient of a row needs two means, because layer norm ignores two changes to the row. If we
-# add one small number to every element, :math:`\hat{x}` stays the same, and so does the loss. To
-# first order, however, the loss changes by that number times the sum of ``dx``, which must
-# therefore be 0. If we scale the deviations from the mean, :math:`\hat{x}` again stays the same,
-# apart from epsilon, so the dot product of ``dx`` with :math:`\hat{x}` is nearly 0.
+# The gradient of a row needs two means, because layer norm ignores two changes to the row:
 #
-# For both reasons, the backward pass removes two parts from the gradient that arrives at
-# :math:`\hat{x}`: its mean, ``c2``, and its component along :math:`\hat{x}`, which is
-# :math:`\hat{x}` times a number, ``c1``.
+# - If we add one small number to every element, :math:`\hat{x}` stays the same, and so does the
+#   loss. To first order, the loss changes by that number times the sum of ``dx``, so this sum is 0.
+# - If we scale the deviations from the mean, :math:`\hat{x}` again stays the same, apart from
+#   epsilon, so the dot product of ``dx`` with :math:`\hat{x}` is nearly 0.
+#
+# The backward pass therefore removes two parts from the gradient that arrives at :math:`\hat{x}`:
+# its mean, ``c2``, and its component along :math:`\hat{x}`, which is :math:`\hat{x}` times a
+# number, ``c1``.
 #
 # Let us take the forward chapter's row of eight, with its mean :math:`m` and ``rstd`` :math:`r`,
 # weights of 2 and no epsilon. Only its first output has a gradient, 4:
@@ -194,7 +195,7 @@ lab.read(
 #    \end{aligned}
 #
 # The first two are summed over all rows. The code calls the third ``wdy``. Stripped of the two
-# parts, and scaled by :math:`r`, which is ``rstd``, it becomes the gradient of :math:`x`:
+# parts, and scaled by :math:`r`, it becomes the gradient of :math:`x`:
 #
 # .. math::
 #
@@ -348,16 +349,15 @@ lab.sketch(
 # %%
 # With one row per program, the sums would be most of the traffic; with 64 rows, they hardly count.
 # We therefore launch only about as many programs as fit on the GPU's :term:`SMs <SM>` (streaming
-# multiprocessors) at once; a later figure tries several numbers. Each program loops over its rows
-# and keeps its sums, ``dw`` and ``db``, in :term:`registers <register>`.
+# multiprocessors) at once. Each program loops over its rows and keeps its sums, ``dw`` and ``db``,
+# in :term:`registers <register>`.
 
 lab.source(sum_my_rows)
 
 # %%
-# With three programs, program 0 takes rows 0, 3, 6 and so on. From ``c1`` to ``dx``, the loop
-# follows the formulas above, with the same names. ``cols`` holds the columns of a row, padded to a
-# power of two. The padding adds nothing to any sum, because ``dy`` is 0 there. This small kernel
-# expects float32; the book's package converts 16-bit numbers to float32 first.
+# With three programs, program 0 takes rows 0, 3, 6 and so on. ``cols`` holds the columns of a row,
+# padded to a power of two. The padding adds nothing to any sum, because ``dy`` is 0 there. This
+# small kernel expects float32; the book's package converts 16-bit numbers to float32 first.
 
 # %%
 
@@ -700,8 +700,13 @@ lab.read(
         else ""
     )
     + (
-        f"Without {others}, no run is wrong. This does not show that we can leave them out, since "
-        "without them the GPU's memory model guarantees no order."
+        f"Without {others}, no run is wrong. This does not show that we can leave them out, "
+        + (
+            "because the compiler adds the first barrier by itself (in the fold), and without the "
+            "rest, the GPU's memory model guarantees no order."
+            if barriers_left == 1 and "the barriers" in unharmed
+            else "since without them the GPU's memory model guarantees no order."
+        )
         if unharmed
         else ""
     )
@@ -827,7 +832,7 @@ def draw_ways(axes, rows):
             [row["programs"] for row in line],
             [100 * row["share"] for row in line],
         )
-        axes.plot(at, reached, label=name, markersize=5, **look)
+        axes.plot(at, reached, label=name, markersize=5, clip_on=False, **look)
     axes.axhline(100, color=lab.colour("copy"), linestyle=":", linewidth=1.2)
     axes.text(PROGRAMS[-1], 102, "a copy", ha="right", fontsize=10)
     axes.set_xscale("log", base=2)
@@ -863,9 +868,11 @@ lead = of_ways["atomic add", 4096] - of_ways["partial sums", 4096]
 of_x = 12 * 32768 // most
 many_of = of_ways["partial sums", most]
 allowed = 100 * of_x / (of_x + 16)  # x, dy, dx of float32, without the sums
+per_sm = best / ways.provenance["sm_count"] if ways.provenance else nan
 lab.read(
     (
-        f"Partial sums and the atomic add are both fastest with {best:,} programs"
+        f"Partial sums and the atomic add are both fastest with {best:,} programs, about "
+        f"{per_sm:.0f} per SM"
         if best == best_of_atomics
         else f"Partial sums are fastest with {best:,} programs"
     )
@@ -919,8 +926,7 @@ said = {
 }
 alike = len({runs_said(name) for name in together}) == 1
 lab.read(
-    "We also ran each way a hundred times on one input. Compared with the first run, the last bits "
-    "of `dw` differ "
+    "In a hundred runs of each way on one input, the last bits of `dw` differ from the first run's "
     + (
         f"in {runs_said(together[0])} {' and '.join(said[name] for name in together)}"
         if alike
@@ -1001,8 +1007,7 @@ lab.read(
         else ""
     )
     + "In the book's package, `layer_norm` uses partial sums. In bfloat16, they add at most "
-    f"{max(share_of_sums):.1f} % to the bytes of `x`, `dy` and `dx`, because each program sums "
-    "many rows."
+    f"{max(share_of_sums):.1f} % to the bytes of `x`, `dy` and `dx`."
 )
 
 # %%
@@ -1048,11 +1053,11 @@ lab.together(
 #
 # The key idea has two halves: summing many rows, and storing without a lock. The kernel of
 # ``layer_norm`` can do one without the other, because its programs can also share 64 locked
-# buffers; it has no atomic add. Unlike the small kernels, it accepts 16-bit numbers and *loads
-# ahead*, copying its next rows into :term:`shared memory` while it works on the current ones.
+# buffers; it has no atomic add. Unlike the small kernels, it *loads ahead*, copying its next rows
+# into :term:`shared memory` while it works on the current ones.
 #
 # A *tile* is two rows of 1,024 columns, or one longer row. With *every tile*, each program takes
-# only one tile; with *once*, it takes many.
+# only one.
 
 
 # Measuring
@@ -1182,8 +1187,8 @@ if change:
         for way in ("64 locks", "partial sums")
     ]
     apart = (
-        "Most of this comes from taking many rows per program, because loading ahead, which needs "
-        f"a next tile, adds at most {max(gains):.0f} % (in the fold)."
+        "Most of this comes from taking many rows per program, because at this width, loading "
+        f"ahead, which needs a next tile, adds at most {max(gains):.0f} % (in the fold)."
     )
     alone = change["one lock"]["once"]
 behind = {
@@ -1208,13 +1213,14 @@ lab.read(
     f"{behind.get(1024, nan)} points behind partial sums at 1,024 columns and "
     f"{behind.get(8192, nan)} at 8,192. "
     + (
-        "But a single lock is slow even then (in the fold): locks come close to partial sums only "
-        "where they are many and rarely taken. "
+        "But there must be many: at 1,024 columns, a single lock reaches "
+        f"{alone:.0f} % (in the fold). "
         if alone < race_share["lock per program", 1024] / 2
         else ""
     )
     + (
-        "With a hand-over every tile, locks even win at 8,192 columns; we did not measure why."
+        "With a hand-over every tile, 64 locks even win at 8,192 columns, by "
+        f"{round(tile_lock) - round(tile_sums)} points; we did not measure why."
         if tile_lock > tile_sums + 1
         else ""
     )
@@ -1261,9 +1267,8 @@ lab.together(
 # ------------
 #
 # We compare all gradients with float64. Their error may be at most twice PyTorch's own or one unit
-# in the last place (:term:`ulp`), whichever is larger. In float32 we allow a larger error, because
-# the hardware's reciprocal square root and the order of a long sum cost accuracy; the fold says how
-# much.
+# in the last place (:term:`ulp`), whichever is larger. In float32 we allow up to eight times
+# PyTorch's error; the fold says why.
 
 
 # Measuring
@@ -1344,7 +1349,7 @@ lab.together(
 #
 # We time the whole backward pass against ``F.layer_norm``, in PyTorch and compiled, and against
 # Liger and quack, two libraries of open-source kernels. Host time is excluded throughout. 100 % is
-# again the speed of a copy, in bytes per second.
+# again the speed of a copy.
 
 
 # Measuring
@@ -1441,7 +1446,7 @@ lab.read(
         else f"{backward.summary(**in_dtypes[0])} "
     )
     + (
-        f"{'. '.join(each)}; elsewhere, no library is ahead by more than 1 %."
+        f"{'. '.join(each)}; elsewhere, no library is ahead by more than 1 point."
         if losses
         else "In neither bfloat16 nor float32 is a library ahead by more than 1 %."
     )
@@ -1464,28 +1469,6 @@ lab.together(
 # %%
 # Wide rows
 # ---------
-
-
-# Reading
-drop = [
-    100 * backward.share("Kernel Book", dtype="bfloat16", columns=n)
-    for n in (8192, 16384, 32768)
-]
-lab.read(
-    f"In bfloat16, our line falls from {drop[0]:.0f} % at 8,192 columns to {drop[2]:.0f} % at "
-    "32,768. This section looks for the cause."
-) if not drop[2] >= drop[1] - 5 else None
-
-# %%
-# Up to 8,192 columns, a row and its sums fit in the registers of an SM. *Packed* in pairs, so do
-# 16-bit rows of 16,384 numbers. A *group* of programs *shares* any other wide row, and each takes
-# one part. Within the group, each column belongs to one program, so ``dw`` and ``db`` need no
-# exchange. But ``c1`` and ``c2`` are means over the whole row, so the programs exchange their sums
-# through *slots* in memory, as in :doc:`/chapters/softmax`, and have to wait for each other.
-#
-# Shared rows may be slow because of this waiting, or because an SM loads less ahead. In the last
-# line of the table, the same kernel runs on rows of 2,048 columns: each part is a row by itself,
-# and no program waits.
 
 
 # Measuring
@@ -1521,6 +1504,36 @@ ahead = lab.measure("What an SM has requested ahead, bfloat16", loads_ahead)
 
 # %%
 
+# Reading
+speeds = [row["% of a copy"] for row in ahead.rows] or [nan] * 7
+three, none, packed, single, _, four, alone = speeds
+waiting = alone - four >= 5
+drop = [
+    100 * backward.share("Kernel Book", dtype="bfloat16", columns=n)
+    for n in (8192, 16384, 32768)
+]
+lab.read(
+    f"Why is a wide row slower? In bfloat16, our line falls from {drop[0]:.0f} % at 8,192 columns "
+    f"to {drop[1]:.0f} % at 16,384 and {drop[2]:.0f} % at 32,768. "
+    + (
+        "Loading less ahead is at most part of the cause, and waiting for other programs is none."
+        if not waiting and none > four
+        else ""
+    )
+) if not drop[2] >= drop[1] - 5 else None
+
+# %%
+# A program keeps 8 bytes of sums per column in registers: 32,768 columns would fill all 256 KiB
+# that an SM has. Up to 8,192 columns, a *whole* row fits beside its sums. So do 16-bit rows of
+# 16,384 numbers, *packed* two to a register. A *group* of programs *shares* any other wide row.
+# Each takes one part, but ``c1`` and ``c2`` are means over the whole row, so the programs exchange
+# their sums through *slots* in memory, as in :doc:`/chapters/softmax`, and wait for each other.
+#
+# In the last line of the table, the same kernel runs on rows of 2,048 columns: each part is a row
+# by itself, and no program waits.
+
+# %%
+
 # Measuring
 CHANGES = [
     ("whole, 8,192 columns", "unchanged"),
@@ -1531,7 +1544,7 @@ CHANGES = [
     ("shared, 32,768 columns", "unchanged"),
     ("parts as rows, 2,048 columns", "unchanged"),
 ]
-kept = ("KiB ahead", "% of a copy")
+kept = ("programs per SM", "KiB ahead", "% of a copy")
 changed_rows = [
     {"rows": rows, "kernel": changed} | {name: row[name] for name in kept}
     for (rows, changed), row in zip(CHANGES, ahead.rows, strict=bool(ahead.rows))
@@ -1539,9 +1552,9 @@ changed_rows = [
 lab.table(
     [
         {"rows": row["rows"] + (f", {row['kernel']}" if place == 1 else "")}
-        | {name: row[name] for name in kept}
+        | {"KiB ahead": row["KiB ahead"], "% of a copy": row["% of a copy"]}
         for place, row in enumerate(changed_rows)
-        if place in (0, 1, 5, 6)
+        if place in (0, 1, 2, 5, 6)
     ],
     f"How far ahead an SM loads, and the speed, on {gpu}; timed separately, without the second "
     "kernel",
@@ -1552,48 +1565,54 @@ lab.table(
 
 # Reading
 def ahead_said():
-    speeds = [row["% of a copy"] for row in ahead.rows] or [nan] * 7
-    three, none, _, _, _, four, alone = speeds
     said = (
         f"Waiting costs {alone - four:.0f} points: parts that are rows by themselves reach "
         f"{alone:.0f} %. "
-        if alone - four >= 5
-        else "Waiting is not the cause: parts that are rows by themselves are no faster than "
-        "shared rows. "
+        if waiting
+        else "Parts that are rows by themselves are no faster than shared rows. "
     )
-    if three - none >= 10:
-        said += (
-            "Loading less ahead is not the whole explanation, because whole rows are faster than "
-            "shared rows even without loads ahead. What else holds shared rows back remains open. "
-            if none > four
-            else f"Loading nothing ahead costs whole rows {three - none:.0f} points. "
+    said += f"Loading nothing ahead costs whole rows {three - none:.0f} points"
+    said += (
+        f", which could explain the {three - packed:.0f} points that packed rows lose. "
+        if none <= packed
+        else f"; packed rows, which load nothing ahead either, are {three - packed:.0f} behind. "
+    )
+    if none > four:
+        said += "But shared rows are slower still, although they load ahead; why remains open. "
+    return said
+
+
+lab.read(ahead_said()) if ahead.rows else None
+
+# %%
+
+
+# Reading
+def sharing_said():
+    said = ""
+    if four > single + 10:
+        said = (
+            "If you write such a kernel, fill each SM: with one program per SM, shared rows reach "
+            f"{single:.0f} %, with four {four:.0f} %. "
         )
     quack = 100 * backward.share("quack", dtype="float32", columns=16384)
     ours = 100 * backward.share("Kernel Book", dtype="float32", columns=16384)
     if quack > ours + 1:
         said += (
-            f"The GPU allows more: in float32, quack reaches {quack:.0f} % at 16,384 columns, "
-            f"where our shared rows reach {ours:.0f} %."
+            f"The GPU allows more: at 16,384 columns in float32, quack reaches {quack:.0f} %, our "
+            f"shared rows {ours:.0f} %."
         )
     return said
 
 
-def packed_said():
-    three, none, packed = [row["% of a copy"] for row in ahead.rows][:3]
-    return (
-        f"Loading nothing ahead costs whole rows {three - none:.0f} points. Packed rows, which "
-        "also load nothing ahead and are not shared either, are "
-        f"{three - packed:.0f} points behind whole rows."
-    )
-
-
-lab.read(ahead_said())
+lab.read(sharing_said()) if sharing_said() else None
 
 # %%
 # .. dropdown:: How the programs of a group wait less
 #
-#    In each iteration, a program *publishes* the sums of its part of a row in a slot, *loads* its
-#    part of the next row, and *finishes* the previous row, whose slots all programs have had an
+#    Each column belongs to one program of the group, so ``dw`` and ``db`` need no exchange. In each
+#    iteration, a program *publishes* the sums of its part of a row in a slot, *loads* its part of
+#    the next row, and *finishes* the previous row, whose slots all programs have had an
 #    iteration to fill:
 #
 #    .. image:: /figures/layer-norm-ahead.svg
@@ -1636,7 +1655,6 @@ compiled = lab.facts(
 # Folded: The split kernel whole, more programs per SM, and what the compiler made of it
 lab.together(
     lab.source(split_bwd_kernel),
-    lab.read(packed_said()) if ahead.rows else None,
     lab.table(
         changed_rows,
         "All measurements. More programs per SM bring more loads ahead and more active threads, "

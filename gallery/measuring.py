@@ -24,6 +24,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from unittest import mock
 
 import numpy
@@ -106,11 +107,12 @@ def events(run, before=lambda: None):
 #          in which the GPU waits for the host. After a pause, both events and the kernel are queued
 #          before the GPU reaches them, and the events enclose the kernel alone.
 #
-# One effect of the previous run remains: a small input may still be in the :term:`L2` cache. In a
-# model, it may or may not be. We time the cold case: before the pause, the fifth way overwrites the
-# cache with more zeros than any L2 holds. This function does it all. Its pause,
-# ``torch.cuda._sleep``, is private to PyTorch and counts clock cycles: two million take about a
-# millisecond, longer than the host needs to queue the call.
+# One effect of the previous run remains: a small input may still be in the :term:`L2` cache. We
+# time the cold case: before the pause, the fifth way overwrites the cache with more zeros than any
+# L2 holds.
+#
+# The function below does it all. Its pause, ``torch.cuda._sleep``, is private to PyTorch and counts
+# clock cycles: two million take about a millisecond, longer than the host needs to queue the call.
 
 import statistics
 
@@ -294,10 +296,9 @@ added = [
     for found in (large, small)
 ]
 lab.read(
-    f"`clock` reports {large['clock']:.1f} µs for the large softmax, which takes "
-    f"{large[best]:.1f}"
-    + (", and more for the small one. " if small["clock"] > large["clock"] else ". ")
-    + "At both sizes, `clock_and_wait` and two events without a pause show "
+    f"`clock` shows {large['clock']:.0f} µs for the large softmax and {small['clock']:.0f} for the "
+    f"small one, although the large one takes {large[best] / small[best]:.0f} times as long: it "
+    "never sees the kernel. At both sizes, `clock_and_wait` and two events without a pause show "
     f"{min(added):.0f} to {max(added):.0f} µs more than events after a pause. "
     "This overhead is the host's: it disappears when the host works during a pause."
 )
@@ -306,10 +307,9 @@ lab.read(
 
 # Reading
 lab.read(
-    f"The small softmax shrinks from {small['clock and wait']:.1f} µs by `clock_and_wait` to "
-    f"{small[best]:.1f} in the fifth way. Two events with nothing between them are already "
-    f"{nothing[best]:.1f} µs apart, {100 * nothing[best] / 20:.0f} % of 20 µs. We do not subtract "
-    "this, because it may overlap the kernel, so read times below 20 µs as upper bounds."
+    f"Two events with nothing between them are already {nothing[best]:.1f} µs apart, "
+    f"{100 * nothing[best] / 20:.0f} % of a time of 20 µs. We do not subtract this, because part "
+    "of it may overlap the kernel, so read times below 20 µs as upper bounds."
 )
 
 # %%
@@ -756,8 +756,7 @@ lab.read(
         else f"The longest first call belongs to {NAMES[slowest_first]}: "
     )
     + f"{times[slowest_first][0] / 1e3:.1f} seconds, about {round(ratio_of_first, -4):,.0f} times "
-    "the tenth call. (We made Triton compile anew; usually it finds compiled kernels on disk.) The "
-    "kernels of cuBLAS come precompiled, so its first call presumably sets up the library."
+    "the tenth call. (We made Triton compile anew; usually it finds compiled kernels on disk.)"
 )
 
 # %%
@@ -770,7 +769,7 @@ lab.read(
         if all(found[1] > 1.1 * found[-1] for found in times.values())
         else ""
     )
-    + ". Keep the shapes, dtypes and options of the measurement, since changing any of them can "
+    + ". Use the shapes, dtypes and options that you will measure, since changing any of them can "
     "compile or select another kernel."
 )
 
@@ -778,8 +777,8 @@ lab.read(
 # Cold and warm caches
 # --------------------
 #
-# A warm-up also leaves its input in the cache, if it fits. To see for which inputs the flush
-# matters, we copy tensors of increasing size from a cold and from a warm cache.
+# A warm-up also leaves its input in the cache, if it fits. To see when the flush matters, we copy
+# tensors of increasing size from a cold and from a warm cache.
 
 
 def copies():
@@ -854,8 +853,9 @@ gain = {mib: warm[mib] / unwarmed[mib] for mib in warm}
 most, last = max(gain, key=gain.get), max(warm)
 l2 = cell(by_size, last, "L2, MiB")
 fits = next((mib for mib in gain if most < mib < l2), most)  # and yet gains less
-alike = next(
-    (mib for mib in gain if all(gain[m] < 1.01 for m in gain if m >= mib)), last
+beyond_l2 = [mib for mib in gain if mib > l2] or [last]
+alike = next(  # from where on the cache helps by no more than 1 %
+    (mib for mib in gain if all(gain[m] < 1.015 for m in gain if m >= mib)), last
 )
 lab.read(
     f"The cache helps most at {most:,} MiB, by a factor of {gain[most]:.2f}"
@@ -864,16 +864,17 @@ lab.read(
         if gain[fits] < gain[most]
         else ". "
     )
-    + f"From {alike:,} MiB on, a benchmark without a flush is right. Below, its times are too "
-    "short, unless your program leaves the input in the cache."
+    + f"Beyond L2, the gain shrinks from {100 * (gain[beyond_l2[0]] - 1):.0f} % at "
+    f"{beyond_l2[0]:,} MiB to {100 * (gain[alike] - 1):.0f} % at {alike:,}, where you need no "
+    "flush. Below, flush, unless your program leaves the input in the cache."
 )
 
 # %%
 # Ready-made timing loops
 # -----------------------
 #
-# You need not write the loop yourself: Triton and PyTorch provide several, which differ in whether
-# they keep the host and the cache out of a time. We time three softmaxes with each.
+# Triton and PyTorch provide loops, too, which differ in whether they keep the host and the cache
+# out of a time. We time three softmaxes with each.
 
 
 # Measuring
@@ -938,10 +939,14 @@ suites = lab.measure("One softmax in five loops", loops)
 # %%
 
 # the last row is no loop of the book: it is median(...), as in the first figure
+flushed, by_book = (
+    cell(suites, loop, "64 × 1,024, µs") for loop in ("do_bench", "this book's")
+)
+too_brief = flushed > 1.2 * by_book  # do_bench's flush, to keep the host out
 LOOPS = {
     "events around a loop": ("no", "no"),
     "torch.utils.benchmark": ("no", "no"),
-    "do_bench": ("by its flush", "yes"),
+    "do_bench": ("in part" if too_brief else "by its flush", "yes"),
     "do_bench_cudagraph": ("yes", "no"),
     "this book's": ("yes", "yes"),
 }
@@ -971,25 +976,15 @@ def found_by(loop):
     return [cell(suites, loop, size) for size in sizes[:2]]
 
 
-flushed, by_book, by_events, by_timer = map(
-    found_by,
-    ("do_bench", "this book's", "events around a loop", "torch.utils.benchmark"),
-)
-by_the_host = by_events + by_timer
+by_the_host = found_by("events around a loop") + found_by("torch.utils.benchmark")
 in_graph = found_by("do_bench_cudagraph")[1]
 by_graph = 2 * 2 * 2048 * 4096 / in_graph / 1e3  # read and written, in 16 bits
 spans = numpy.ceil(100 * (max(all_large) / min(all_large) - 1))
 lab.read(
     f"On the large input, all agree within {spans:.0f} %. On the others, the first two loops show "
     f"the pace of the host, {min(by_the_host):.0f} to {max(by_the_host):.0f} µs per call in a row. "
-    "`do_bench_cudagraph` shows the shortest times, since it neither flushes nor records an event "
-    "between two runs."
-    + (
-        f" Its {in_graph:.1f} µs would mean {by_graph:,.0f} GB/s, more than any copy above, so "
-        "some of the data came from the cache."
-        if by_graph > 1.1 * max(warm.values())
-        else ""
-    )
+    "`do_bench_cudagraph` shows the shortest times, presumably because it neither flushes nor "
+    "records an event between two runs."
 )
 
 # %%
@@ -1001,8 +996,13 @@ agree = any(  # is do_bench right for one of the inputs?
 )
 lab.read(
     (
-        "Triton's `do_bench` with `return_mode='median'` will do if a launch is shorter than the "
-        "flush before it, which then serves as the pause; for a longer launch, use `gpu_time`. "
+        "Triton's `do_bench` keeps the host out only if a launch is shorter than the flush before "
+        f"it: for the small softmax, it shows {flushed:.1f} µs, and `gpu_time` {by_book:.1f}. Use "
+        "`do_bench` with `return_mode='median'` for kernels far longer than their launch, and "
+        "`gpu_time` for all others. "
+        if agree and too_brief
+        else "Triton's `do_bench` with `return_mode='median'` will do if a launch is shorter than "
+        "the flush before it, which then serves as the pause; for a longer launch, use `gpu_time`. "
         if agree
         else "Use `gpu_time`, because `do_bench` was off for each of these inputs. "
         if suites.rows
@@ -1019,9 +1019,9 @@ lab.together(
     lab.read(
         "`do_bench` has no pause, but its flush keeps the GPU busy while the host queues the kernel"
         + (
-            f", though too briefly here: all but {by_book[0]:.0f} of its {flushed[0]:.0f} µs are "
-            "the host's."
-            if flushed[0] > 1.2 * by_book[0]
+            f", though too briefly here: all but {by_book:.0f} of its {flushed:.0f} µs are "
+            "presumably the host's."
+            if too_brief
             else ", long enough for this launch."
         )
         + " It returns the mean unless you call it with `return_mode='median'`, as we do."
@@ -1029,6 +1029,13 @@ lab.together(
             " In the long series of the first two loops, the host is faster than in the single "
             "calls above."
             if max(by_the_host) < small["clock"]
+            else ""
+        )
+        + (
+            f" In `do_bench_cudagraph`, the {in_graph:.1f} µs of the middle softmax would mean "
+            f"{by_graph:,.0f} GB/s, more than any copy above, so some of the data came from the "
+            "cache."
+            if by_graph > 1.1 * max(warm.values())
             else ""
         )
         + " We ran each loop three times, in an order drawn anew; the table shows the median and "
@@ -1172,6 +1179,7 @@ def load_bars(axes, rows):
         if "slower, most, %" in row:  # from the least of the turns to the most
             ends = row["slower, least, %"], row["slower, most, %"]
             axes.plot(ends, [place] * 2, "|-", color="#1f2328", linewidth=1)
+            axes.texts[place].xy = max(*ends, 0), place  # beyond the line, not on it
             if row["slower, %"] < 0:  # its number stands left of it, where the bar goes
                 axes.texts[place].xy = min(ends), place
                 axes.texts[place].set(position=(-6, 0), ha="right")
@@ -1272,7 +1280,7 @@ lab.read(
     )
     + (
         " The copies do not slow down."
-        if all(most[name] < 0 for name in copies_of)
+        if all(least[name] <= 0 and slower[name] < 1 for name in copies_of)
         else ""
     )
 )
@@ -1357,8 +1365,15 @@ lab.together(
 # Real and random differences
 # ---------------------------
 #
-# If one kernel takes 2 % less time than another, that may be chance: even identical runs take
-# different times, as 2,000 runs of one softmax show.
+# Your new kernel takes 2 % less time. Is it faster, or is that chance? Time the old one twice.
+#
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    In an :term:`A/A test`, we time the same kernel under two names. Believe no difference smaller
+#    than the one it shows.
+#
+# Chance enters every run, as 2,000 runs of one softmax show.
 
 
 PERCENT = (0, 1, 2, *range(5, 100, 5), 98, 99, 100)
@@ -1446,11 +1461,11 @@ mean = numpy.trapezoid(list(times.values()), list(times)) / 100  # by the percen
 above = 100 * (mean / times[50] - 1)
 beyond = {share: 100 * (times[share] / times[50] - 1) for share in (80, 100)}
 lab.read(
-    f"Slow runs pull up the mean, here to {above:.1f} % above the median. This book therefore "
-    "reports the median, **p50**, and shows the spread as a band from **p20** to **p80**. More "
-    f"runs make the median more certain: in 95 of 100 samples of {SAMPLES[0]} runs, it lies within "
+    f"One run in five takes at least {beyond[80]:.1f} % longer than the median. The median of "
+    f"several runs is steadier: in 95 of 100 samples of {SAMPLES[0]} runs, it lies within "
     f"{by_median[0]:.1f} % of the median of all; with {SAMPLES[1]} runs, the most in this book, "
-    f"within {by_median[1]:.1f} %."
+    f"within {by_median[1]:.1f} %. We therefore report the median, **p50**, and show the spread as "
+    "a band from **p20** to **p80**."
 )
 
 # %%
@@ -1502,10 +1517,18 @@ apart = {
 }
 worst = apart["fixed"].index(max(apart["fixed"]))
 twins = by_order.rows[worst] if by_order.rows else {}
+redraw = numpy.random.default_rng(0)  # again, as twins_by_order did
+drawn = [redraw.permutation(["matmul", "A", "B"]) for _ in range(8 * (worst + 1))]
+orders = {"fixed": ["matmul", "A", "B"] * 8, "drawn": numpy.hstack(drawn[-8:]).tolist()}
+after = {  # how often each twin came right after the large matmul
+    kind: {twin: list(pairwise(order)).count(("matmul", twin)) for twin in "AB"}
+    for kind, order in orders.items()
+}
 lab.read(
-    "More runs do not help, however, if all of them follow the same other kernel. We time one "
-    "kernel under two names in long batches, once in a **fixed order** (a large matmul, A, B) and "
-    "once in an order drawn anew for each round:" + ("" if by_order.rows else f" {nan}")
+    "More runs do not help against what all of them share, such as the kernel that ran just "
+    "before. We run an A/A test beside a large matmul, in eight rounds of long batches without a "
+    "pause: once in a **fixed order** (large matmul, A, B), once in an order drawn for each round."
+    + ("" if by_order.rows else f" {nan}")
 )
 
 # %%
@@ -1514,6 +1537,8 @@ lab.table(
     [
         {
             "order": kind,
+            "A after large matmul": f"{after[kind]['A']} of 8",
+            "B after large matmul": f"{after[kind]['B']} of 8",
             "A, µs": f"{twins[f'A, {kind} order, µs']:.2f}",
             "B, µs": f"{twins[f'B, {kind} order, µs']:.2f}",
             "apart, %": f"{apart[kind][worst]:.1f}",
@@ -1529,21 +1554,24 @@ lab.table(
 # %%
 
 # Reading
-lab.read(
-    "In the fixed order, A comes right after the large matmul. That alone makes the kernel differ "
-    f"from itself by {max(apart['fixed']):.1f} %, presumably because the matmul has lowered the "
-    "clock. The book's loop therefore draws a new order for each round."
-    if max(apart["fixed"]) > max(1, 1.5 * max(apart["drawn"]))
-    else f"On this GPU, the order did no more harm than chance ({max(apart['fixed']):.1f} %). On "
-    "another it may, so the book's loop draws a new order for each round."
+# is the slower twin, in either order, the one that came after the matmul more often?
+follows = bool(twins) and all(
+    (after[kind]["A"] > after[kind]["B"])
+    == (twins[f"A, {kind} order, µs"] > twins[f"B, {kind} order, µs"])
+    and apart[kind][worst] > 1
+    for kind in apart
 )
-
-# %%
-# .. admonition:: Key idea
-#    :class: kb-key
-#
-#    In an :term:`A/A test`, we time the same kernel under two names. Believe no difference smaller
-#    than the one it shows.
+lab.read(
+    "Both times, the slower name is the one that came right after the large matmul more often, "
+    "presumably because the matmul had lowered the clock. Eight draws did not even this out."
+    if follows
+    else "In the fixed order, A comes right after the large matmul. That alone makes the kernel "
+    f"differ from itself by {max(apart['fixed']):.1f} %, presumably because the matmul has lowered "
+    "the clock."
+    if max(apart["fixed"]) > max(1, 1.5 * max(apart["drawn"]))
+    else f"On this GPU, A and B differ by up to {max(apart['fixed'] + apart['drawn']):.1f} %, "
+    "whatever the order."
+)
 
 # %%
 
@@ -1586,15 +1614,14 @@ resolved = max(
     (row["A and B apart, at most, %"] for row in in_the_loop.rows), default=nan
 )
 counts_as_none = max(1, numpy.ceil(10 * max(by_median[-1], resolved)) / 10)
-occasions = small[best], cell(suites, "this book's", sizes[0])
-elsewhere = max(occasions) > (1 + counts_as_none / 100) * min(occasions)
 lab.read(
-    "We ran this test on three kernels in the book's loop. A and B were never more than "
-    f"{resolved:.2g} % apart, so, with some margin, we treat differences below {counts_as_none:g} "
-    "% as none. Compare only times taken **in one loop, together**"
+    "The book's loop draws the order too, but also pauses before each run. In it, A and B were "
+    f"never more than {resolved:.2g} % apart, for three kernels (we have not isolated why), so "
+    f"we treat differences below {counts_as_none:g} % as none. Compare only times taken "
+    "**in one loop, together**"
     + (
-        ", because a time can change by more from one occasion to the next (see the fold)."
-        if elsewhere
+        f", because a GPU that gets busy changes a time by more ({slower[names[0]]:.0f} % above)."
+        if slower[names[0]] > counts_as_none
         else "."
     )
 )
@@ -1604,9 +1631,10 @@ lab.read(
 # Folded: The loop of this book, its A/A test, and how sure a median is
 lab.together(
     lab.read(
-        f"One run in five takes at least {beyond[80]:.1f} % longer than the median, and the "
-        f"slowest takes {beyond[100]:.0f} % longer. We recorded {len(PERCENT)} percentiles of the "
-        "runs, and from these placed the dots, took the mean and drew the samples for the medians."
+        f"The slowest of the 2,000 runs takes {beyond[100]:.0f} % longer than the median. Slow "
+        f"runs pull up the mean, here to {above:.1f} % above the median. We recorded "
+        f"{len(PERCENT)} percentiles of the runs, and from these placed the dots, took the mean "
+        "and drew the samples for the medians."
     ),
     lab.read(
         f"The book's loop makes {ROUNDS} rounds of {MOST_REPEATS} runs, or of {REPEAT_MS} "
@@ -1616,13 +1644,6 @@ lab.together(
     lab.read(
         "We ran it four times for each of three kernels, timing A and B along with the large "
         "matmul."
-        + (
-            " A different occasion changes a time by more: for the small softmax, the fifth way "
-            f"first found {occasions[0]:.1f} µs, and {occasions[1]:.1f} when compared with the "
-            "ready-made loops."
-            if elsewhere
-            else ""
-        )
     ),
     in_the_loop,
     lab.read(
@@ -1633,6 +1654,7 @@ lab.together(
             if apart["fixed"][0] < 0.5
             else ""
         )
+        + " How often A and B followed it in the drawn order, we know from the seed of the order."
     ),
     by_order,
 )
@@ -1661,7 +1683,7 @@ lab.together(
 #
 # This is the :term:`roofline`. The two limits meet at :math:`I = \pi / \beta`, the *ridge*. Left of
 # it, a kernel waits for memory; right of it, for arithmetic. We measure both limits on the same
-# GPU, with a copy and a matmul, so the roof can be reached.
+# GPU, with a copy and a matmul.
 #
 # **What breaks it: counting the wrong bytes.** :math:`Q` is what the job needs, not what one
 # program happens to move. The five PyTorch operations at the beginning of :doc:`/chapters/softmax`
@@ -1718,7 +1740,7 @@ lab.read(text)
 
 # %%
 # The figure shows the best point of each operator in bfloat16, and of attention also in FP8. Only
-# the FP8 roof is not measured: it is twice that of bfloat16, as NVIDIA states.
+# the FP8 roof is not measured: NVIDIA states twice that of bfloat16.
 
 # %%
 
@@ -2481,8 +2503,8 @@ lab.together(
 )
 
 # %%
-# These four numbers, compared with those on paper, tell you where to search. As a rule of thumb,
-# HBM or an :term:`SM` is busy above 60 % of its peak.
+# These four numbers tell you where to search. As a rule of thumb, HBM or an :term:`SM` is busy
+# above 60 % of its peak.
 #
 # - *HBM above 80 %, bytes as on paper:* the kernel is near its roof. Use a smaller dtype, or
 #   fuse it with its neighbour.
@@ -2506,8 +2528,8 @@ lab.together(
 # - *Seconds on the first call:* the kernel was compiling. Warm up with the same shapes, dtypes and
 #   options.
 # - *Different on every run:* identical runs vary. Take the median of more of them.
-# - *Different after another kernel:* the clock may have changed. Shuffle the order, and run an A/A
-#   test.
+# - *Different after another kernel:* the clock may have changed. Pause, shuffle the order, and run
+#   an A/A test.
 # - *Dominated by the host:* launches outlast kernels. Replay a CUDA graph.
 # - *Far below the roof:* the kernel wastes something. Print ``n_regs`` and ``n_spills``, then
 #   compare the bytes of ``ncu`` with those on paper.

@@ -2411,7 +2411,6 @@ ALL_GRAPHS = GRAPHS | {
     "SDPA": "SDPA eager, CUDA graph",
     "PyTorch": "PyTorch, CUDA graph",
 }
-STEPPED = ("PyTorch", "SDPA", "+ attention", "+ dropout")  # of eager steps, those drawn
 PRODUCTS = ("aten::mm", "aten::addmm")
 IN_ATTENTION = ("attention", "softmax", "matmul")  # whose matmuls are aten::bmm
 KINDS = ("linear layers", "attention", "between", "AdamW")
@@ -2936,10 +2935,6 @@ MODES = {  # the versions that are drawn, and what the figures call them
         for name in ("torch.compile", "SDPA, compiled", "Kernel Book")
     },
 }
-FOLLOWED = {  # those of the figure by kind, in the fold
-    "eager": {version: NAMES[version] for version in STEPPED},
-    "compiled": COMPILED_NAMES,
-}
 KIND_NAMES = {kind: kind for kind in KINDS} | {"between": "between the matmuls"}
 INKS = {
     "linear layers": lab.colour("matmul"),
@@ -2947,7 +2942,6 @@ INKS = {
     "between": lab.colour("torch.compile"),
     "AdamW": lab.colour("quack"),
 }
-WITH_TABLE = {"PyTorch": "SDPA", "torch.compile": "SDPA, compiled"}
 
 
 def mark_ours(axes):
@@ -2957,7 +2951,7 @@ def mark_ours(axes):
             label.set_color(lab.colour("Kernel Book"))
 
 
-def steps_in_words(rows, drawn=MODES):
+def steps_in_words(rows):
     rows = {row["version"]: row for row in timed(rows)}
     return "Milliseconds of a step. " + " ".join(
         f"{mode.capitalize()}: "
@@ -2968,12 +2962,8 @@ def steps_in_words(rows, drawn=MODES):
             if name in rows
         )
         + "."
-        for mode, versions in drawn.items()
+        for mode, versions in MODES.items()
     )
-
-
-def kinds_of_steps_in_words(rows):
-    return steps_in_words(rows, FOLLOWED)
 
 
 def two_bars(axes, rows):
@@ -3031,58 +3021,6 @@ def two_bars(axes, rows):
     axes.barh(1, 0, edgecolor=grey, label="the host launches", **striped)
     axes.barh(1, 0, color=grey, label="the GPU runs kernels")
     axes.errorbar(nan, nan, xerr=1, label="host, middle 60 %", **whisker)
-
-
-def step_bars(axes, rows):
-    axes.figure.set_size_inches(5.4, 7)
-    axes.grid(visible=False)
-    rows = {row["version"]: row for row in timed(rows)}
-    grey = lab.colour("copy")
-    rest = {"facecolor": "none", "edgecolor": grey, "linestyle": ":"}
-    hatched = {"facecolor": "none", "edgecolor": grey, "hatch": "/////", "linewidth": 0}
-    of_table = {"color": INKS["attention"], "alpha": 0.4, "linewidth": 0}
-    whisker = {"fmt": "none", "ecolor": "#1f2328", "elinewidth": 1.2, "capsize": 2}
-    place, ticks, longest = 0, {}, 0
-    for mode, versions in FOLLOWED.items():
-        axes.text(1, place, mode, va="center", fontsize=11, fontweight="bold")
-        for name, label in versions.items():
-            if name not in rows:
-                continue
-            place += 1
-            ticks[place] = label
-            row = rows[name]
-            host, took, reached = row["host p50, ms"], row["step p50, ms"], 0
-            low, high = row["host p20, ms"], row["host p80, ms"]
-            axes.barh(place - 0.34, host, 0.16, **hatched)
-            reach = [[host - low], [high - host]]
-            axes.errorbar(host, place - 0.34, xerr=reach, **whisker)
-            beside(axes, max(host, high), place - 0.36, f"host {host:.0f}")
-            for kind, ink in INKS.items():
-                length = row[f"{kind}, ms"]
-                axes.barh(place, length, 0.44, left=reached, color=ink)
-                if kind == "between" and name in WITH_TABLE:
-                    pale = length - rows[WITH_TABLE[name]]["between, ms"]
-                    axes.barh(place, pale, 0.44, left=reached, color="white")
-                    axes.barh(place, pale, 0.44, left=reached, **of_table)
-                reached += length
-            axes.barh(place, max(0, took - reached), 0.44, left=reached, **rest)
-            label = f"step {took:.0f}, kernels {row['busy, ms']:.0f}"
-            beside(axes, max(took, reached), place + 0.04, label)
-            longest = max(longest, high, took)
-        place += 1.2
-    axes.set_yticks(list(ticks), list(ticks.values()))
-    mark_ours(axes)
-    axes.set_ylim(place - 0.6, -0.6)
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlim(0, 1.42 * longest)
-    axes.set(xlabel="ms per training step")
-    axes.barh(1, 0, label="host launches", **hatched)
-    axes.errorbar(nan, nan, xerr=1, label="their middle 60 %", **whisker)
-    for kind, ink in INKS.items():
-        axes.barh(1, 0, color=ink, label=KIND_NAMES[kind])
-        if kind == "attention":
-            axes.barh(1, 0, label="due to the table", **of_table)
-    axes.barh(1, 0, label="GPU waits", **rest)
 
 
 lab.draw(steps, "One step, by host and GPU: large at 1,024", steps_in_words, two_bars)
@@ -3220,19 +3158,7 @@ took_inside = {
     "matmuls": (12 * head, step("attention, ms", "PyTorch") - softmax_took),
     "softmax": (9, softmax_took),
 }
-lab.draw(
-    steps,
-    "What fills the GPU's time in a step: large at 1,024",
-    kinds_of_steps_in_words,
-    step_bars,
-)
 lab.together(
-    lab.read(
-        "In the stacked bars, “between the matmuls” covers layer norm, dropout, GELU, additions "
-        "and casts; “due to the table” is what the formula adds to these: scale, mask and more "
-        "casts. "
-        "Dotted is the time in which the GPU waits."
-    ),
     lab.read(
         f"The compiled step that we expected consists of {n_layers} layers of "
         f"{layer_ms('Kernel Book'):.2f} ms and AdamW's {of_adamw:.1f}. Most casts, the scale and "
@@ -3279,11 +3205,12 @@ lab.together(
         "each with the middle 60 % of the times; those of the step as a graph, which the next "
         "section makes; and its peak memory. SDPA runs with its faster backend, "
         + listed(sorted({row["SDPA backend"] for row in steps.rows}) or ["—"])
-        + ". The kernels were profiled in other steps. The host's time ends when the last call of "
-        "a step returns, before anything waits for the GPU; it and the step are medians of "
-        "different steps and can be some ms apart, so a step can take longer than both its "
-        "launches and its kernels. With the formula the host's "
-        "time is an upper bound, because a host that is a thousand launches ahead waits for the "
+        + ". The kernels were profiled in other steps; those between the matmuls are layer norm, "
+        "dropout, GELU, additions and casts, and with the formula scale and mask. The host's time "
+        "ends when the last call of a step returns, before anything waits for the GPU; it and the "
+        "step are medians of different steps and can be some ms apart, so a step can take longer "
+        "than both its launches and its kernels. With the formula the host's time is an upper "
+        "bound, because a host that is a thousand launches ahead waits for the "
         f"GPU. By writing bfloat16, the {norms} layer norms of a step move 6 bytes per number in "
         "forward instead of 14, which saves "
         f"{16 * norms * per_norm / 1e9:.1f} GB in both passes, or "

@@ -7,11 +7,11 @@ Hopper GPU, dedicated units carry out the loads and the matmuls, and a warp spen
 waiting for one or the other. *What does a kernel gain if some warps only load and the others only
 multiply, and what can go wrong between them?*
 
-The matmul of this chapter gains nothing, because the steps of the best loop without roles (third
-bar) already keep the tensor cores busy. That loop is even slightly faster, and Triton's ``tl.dot``
-matches it. But with roles, one group of warps can compute attention's softmax while the tensor
-cores multiply for another. We therefore make a matmul fast without roles, add roles, find out why
-they do not help, and break them on purpose, before the next chapter takes them to attention.
+From roles, the matmul of this chapter gains nothing, because the steps of the best loop without
+them (third bar) already keep the tensor cores busy. That loop is even slightly faster, and Triton's
+``tl.dot`` matches it. But with roles, one group of warps can compute attention's softmax while the
+tensor cores multiply for another. We therefore make a matmul fast without roles, add them, find out
+why they do not help, and break them on purpose; the next chapter takes them to attention.
 
 You will learn
 
@@ -640,12 +640,12 @@ def loop_kernel(
 #
 # - **The loader**, a single :term:`warp`, asks the copy engine for tiles.
 # - **A consumer**, a :term:`warpgroup` of four warps, issues matmuls and holds the accumulators. It
-#   takes four, because each of the SM's four tensor cores works with the registers of one warp.
+#   takes four, because each of the SM's four tensor cores works with the registers of one of
+#   them.
 #
 # The loader refills slots that it does not read, so the consumers must tell it when they have read
-# them. Each slot therefore has a second barrier. At ``full``, the consumers wait until the copy
-# engine has written the bytes that the loader has announced; at ``empty``, the loader waits until
-# the consumers have read the slot.
+# them. Each slot therefore has a second barrier, ``empty``, at which the loader waits for them. At
+# ``full``, the consumers wait for the tiles, as before.
 
 
 # Drawing
@@ -764,19 +764,19 @@ lab.sketch(
 # once, because every later tile arrives during a matmul.
 #
 # **Which parity?** Tile ``i`` is use number ``i // SLOTS`` of its slot, and each use ends the phase
-# of the same number: at ``full`` when the tile has arrived, and at ``empty`` when it has been read.
-# The consumer waits for the current use and therefore asks ``full`` for its parity. The loader
-# waits for the use *before*, so it asks ``empty`` for the other parity; in use 0, a new barrier
-# lets it pass.
+# of the same number at both barriers. The consumer waits until the tile of this use has arrived, so
+# it asks ``full`` for the parity of the use. The loader waits until the tile of the use *before*
+# has been read, so it asks ``empty`` for the other parity; in use 0, a new barrier lets it pass.
 
 # %%
 lab.table(
     [
         {"use": use, "tiles": ", ".join(str(i) for i in range(5) if i // 2 == use)}
-        | {"consumer, at full": use & 1, "loader, at empty": use & 1 ^ 1}
+        | {"consumer, at full": f"parity {use & 1}"}
+        | {"loader, at empty": f"parity {use & 1 ^ 1}"}
         for use in range(3)
     ],
-    "The parity each role asks for, with two slots",
+    "What each role asks for, with two slots",
 )
 
 # %%
@@ -1004,9 +1004,10 @@ lab.together(
 # - **Two consumers release a slot.** It is empty when both have read it, so its barrier counts two:
 #   ``mbarrier.init(empty.index(s), count=2)``. With a count of one, each tile would end two phases
 #   and leave the parity unchanged: in our model all three roles then wait for ever.
-# - **Registers change hands.** All threads start with 168. The loader counts as a third warpgroup
-#   but needs hardly any, so the consumers get most of its share: 3 × 168 = 240 + 240 + 24. We ask
-#   for consumer 1's and the loader's; consumer 0 gets the rest.
+# - **Registers change hands.** The loader counts as a third warpgroup, so each thread starts with
+#   168 of the SM's 65,536 registers. The loader needs hardly any, so the consumers get most of its
+#   share: 3 × 168 = 240 + 240 + 24. We ask for consumer 1's and the loader's; consumer 0 gets the
+#   rest.
 #
 # .. code-block:: python
 #
@@ -1345,7 +1346,8 @@ def beside_the_loop():
     of_loop = [of_cublas("one in flight", n) for n in SIZES]
     return (
         f"It does not. Rung 3, without roles, reaches {min(of_loop):.0f} to {max(of_loop):.0f} % "
-        f"of the speed of cuBLAS, and rung 4 is up to {most:.1f} % slower than rung 3:"
+        f"of the speed of cuBLAS ({sizes_of[SIZES[-1]]:.0f} TFLOP/s at size {SIZES[-1]:,}), and "
+        f"rung 4 is up to {most:.1f} % slower than rung 3:"
     )
 
 
@@ -1433,7 +1435,6 @@ lab.read(
         else f"`tl.dot` reaches {of_cublas('tl.dot', 8192):.0f} % of cuBLAS at size 8,192."
     )
     + (" We do not know why rung 4 is slightly slower." if below_loop else "")
-    + f" At size {SIZES[-1]:,}, cuBLAS computes {sizes_of[SIZES[-1]]:.0f} TFLOP/s."
 )
 
 # %%
@@ -1505,7 +1506,7 @@ lab.together(
 # ---------------------------
 #
 # Why does the loader not help? It spares the consumers from asking for tiles, but this saves time
-# only if the tensor cores would wait for it. To see whether they do, one program of a matmul of
+# only if the tensor cores are idle meanwhile. To see whether they are, one program of a matmul of
 # size 4,096 reads a clock before and after each wait.
 
 
@@ -1651,8 +1652,8 @@ own_matmul = part(RING, "waits for a matmul")
 in_roles = max(cycles.get(lane, nan) for lane in ROLES)
 least_step = max(ahead, in_roles) < 1.01 * step_cycles
 lab.read(
-    "From rung 3 on they do not: a step takes only as long as its matmul (dashed), and with roles "
-    "just as long."
+    "From rung 3 on they are not: with roles or without, a step takes only as long as its matmul "
+    "(dashed)."
     if least_step and round(ahead) == round(in_roles)
     else f"In rung 3 a step takes {ahead:,.0f} cycles, and with roles up to {in_roles:,.0f}; the "
     f"minimum is {step_cycles:,.0f}."
@@ -1724,16 +1725,15 @@ lab.draw(
 # Reading
 lab.read(
     (
-        "In rung 2 the warps issue the next matmul only after they have asked for tiles (orange), "
-        f"which takes {part(RING, 'asks for tiles'):,.0f} of the {bare - step_cycles:,.0f} cycles "
-        "for which the tensor cores are idle in a step. "
+        "In rung 2 the warps ask for tiles (orange) before they issue the next matmul, so the "
+        "tensor cores are idle meanwhile. "
         if abs(own_matmul / step_cycles - 1) < 0.02
         else f"A step of rung 2 takes {bare:,.0f} cycles. "
     )
     + (
-        "In rung 3 asking and waiting cost nothing, because a matmul that was issued before keeps "
-        "the tensor cores busy meanwhile. In rung 4 the loader asks, but a step cannot be shorter "
-        "than its matmul."
+        "In rung 3 asking costs nothing, because the next matmul is already running, so the loader "
+        "of rung 4 has nothing left to save. Before you give a kernel a loader, keep one matmul in "
+        "flight and see whether the tensor cores are still idle."
         if least_step
         else "In rung 3 the warps ask while the next matmul is running, for "
         f"{share(LOOP, 'asks for tiles'):.0f} % of the step; in rung 4 the loader asks."
@@ -1758,16 +1758,20 @@ faster = measured("ring", "clock, MHz") / measured("one in flight", "clock, MHz"
 rounds = rounds_of(4096) if climbed.rows else nan
 noted, noted_of_loop = (rounds * (4096 // BLOCK_K) * n / 1e3 for n in (bare, ahead))
 expected = (noted + in_loop - noted_of_loop) / in_loop  # starts and ends are the loop's
+more = 1e3 * in_loop * (in_cycles - 1) / (rounds * (4096 // BLOCK_K))  # cycles per step
 lab.read(
-    (
-        f"By these steps we would expect rung 2's whole matmul to take {expected:.2f} times the "
-        f"cycles of rung 3's, but it takes {in_cycles:.2f} times."
-        if expected > in_cycles + SCATTER
-        else f"Rung 2's step is {slower:.2f} times as long as rung 3's, but its whole matmul takes "
-        f"only {longer:.2f} times as long."
-    )
-    + " This run does not show why."
+    f"A step of rung 2 takes {bare - ahead:,.0f} cycles more than one of rung 3 in the figure, but "
+    f"only about {more:,.0f} more by whole matmuls. Reading the clock may add the difference, "
+    "because in rung 2 no matmul hides it, but nothing here isolates this."
+    if expected > in_cycles + SCATTER
+    else f"Rung 2's step is {slower:.2f} times as long as rung 3's, but its whole matmul takes "
+    f"only {longer:.2f} times as long. This run does not show why."
 )
+
+# %%
+# So what are roles for? In rung 3 all eight warps meet in every step before they ask for tiles, so
+# in attention they would also reach the softmax together. Two consumers need not meet: one can
+# compute its softmax while the tensor cores multiply for the other.
 
 # %%
 
@@ -1862,7 +1866,8 @@ lab.together(
     lab.read(
         f"In rung 2 the tensor cores are idle for {100 * (1 - step_cycles / bare):.0f} % of a "
         "traced step, because the warps issue the next matmul only after they have waited for this "
-        "one, asked for tiles and passed the barrier. "
+        f"one, asked for tiles and passed the barrier. Of these {bare - step_cycles:,.0f} cycles, "
+        f"asking takes {part(RING, 'asks for tiles'):,.0f}, reading the clock included."
         if abs(own_matmul / step_cycles - 1) < 0.02
         else f"A traced step of rung 2 takes {bare:,.0f} cycles. "
     ),
@@ -1925,10 +1930,12 @@ lab.together(
     if counted
     else None,
     lab.read(
-        f"The {expected:.2f} times that the traced steps lead us to expect is an estimate: if "
-        f"every step took as long as these, the {rounds:.0f} rounds of programs would take "
-        f"{noted:,.0f} thousand cycles in rung 2 and {noted_of_loop:,.0f} thousand in rung "
-        "3. We count the rest of rung 3's cycles as starts and ends, and expect as many in rung 2."
+        f"If every step took as long as those traced, the {rounds:.0f} rounds of programs would "
+        f"take {noted:,.0f} thousand cycles in rung 2 and {noted_of_loop:,.0f} thousand in rung 3. "
+        "If we count the rest of rung 3's cycles as starts and ends, and as many in rung 2, its "
+        f"whole matmul should take {expected:.2f} times the cycles of rung 3's, instead of "
+        f"{in_cycles:.2f}. By the same count, the difference of the whole matmuls, divided among "
+        f"{rounds:.0f} × {4096 // BLOCK_K} steps, is {more:,.0f} cycles per step."
     )
     if counted and expected > in_cycles + SCATTER
     else None,
@@ -1946,12 +1953,6 @@ lab.together(
     if counted
     else None,
 )
-
-# %%
-# So what are roles for? In rung 3 all eight warps meet in every step before they ask for tiles, so
-# in attention they would also reach the softmax together. Two consumers need not meet: one can
-# compute its softmax while the tensor cores multiply for the other. The next chapter measures how
-# much of the softmax fits.
 
 # %%
 
@@ -2040,8 +2041,8 @@ lab.together(
 # The price of roles is two barriers per slot that must be exactly right. To see what a mistake
 # does, we let a loader pass six tiles through two slots to a consumer, which adds them up. Every
 # element of tile ``i`` is :math:`10^i`, so each digit of the sum, from the right, counts how often
-# a tile was added. We kill a kernel that hangs, and the table shows where each role was stuck. In
-# the consumer's loop, ``pause`` stands for other work:
+# a tile was added. Of a kernel that hangs, the table shows where each role was stuck. In the
+# consumer's loop, ``pause`` stands for other work:
 #
 # .. code-block:: python
 #
@@ -2177,7 +2178,9 @@ lab.table(
     [
         {"mistake": words}
         | {
-            column: outcome[name][column].replace(": waits for", ", at")
+            column: outcome[name][column]
+            .replace(": waits for", ", at")
+            .replace("none: killed", "hangs")
             for column in ("sum", "loader", "consumer")
         }
         for name, words in CHANGES.items()
