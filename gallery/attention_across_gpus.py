@@ -58,18 +58,20 @@ KEPT, LAYERS, H200_GIB = 4, 32, 140
 per_token = 16 * 128 * 2
 million = LAYERS * KEPT * 1048576 * per_token / 2**30
 lab.read(
-    "A million tokens need several GPUs, because for the backward pass attention keeps `q`, `k`, "
-    "`v` and `out`. With 16 heads of 128 numbers in bfloat16, each of these tensors takes "
-    f"{per_token // 1024} KiB per token, which adds up to {million:.0f} GiB over {LAYERS} layers. "
-    f"An H200 has {H200_GIB} GiB, which must also hold the weights."
+    "Why is one GPU not enough for a million tokens? For the backward pass, attention keeps `q`, "
+    "`k`, `v` and `out`. With 16 heads of 128 numbers in bfloat16, these take "
+    f"{KEPT * per_token // 1024} KiB per token and layer, which adds up to {million:.0f} GiB over "
+    f"{LAYERS} layers. An H200 has {H200_GIB} GiB."
 )
 
 # %%
 # The GPUs therefore share the sequence. A process and its GPU form a :term:`rank`, and the number
-# of ranks is the *world size*, :math:`W`. Every query must meet all keys, but it can meet them one
-# part at a time, because we can merge the outputs over different parts by their
-# :term:`logsumexp`, as in :doc:`decoding </chapters/attention_in_models>`. Let ``out`` and ``lse``
-# cover the keys met so far, and ``part`` and ``lse_part`` the next part of the keys. Then
+# of ranks is the *world size*, :math:`W`.
+#
+# Every query must meet all keys, but it can meet them one part at a time, because we can merge the
+# outputs over different parts by their :term:`logsumexp`, as in
+# :doc:`decoding </chapters/attention_in_models>`. Let ``out`` and ``lse`` cover the keys met so
+# far, and ``part`` and ``lse_part`` the next part of the keys. Then
 #
 # .. math::
 #
@@ -104,9 +106,11 @@ lab.listing(
 # .. animation:: ring_of_ranks
 #
 # After as many steps as there are ranks, every query has met every key. This is *ring attention*,
-# by Liu, Zaharia and Abbeel. Let one process first play all ranks in turn, without a mask:
-# ``travelling[rank]`` holds the keys and values that a rank has now, and ``found[rank]`` its output
-# and lse so far. ``reference.attention``, the formula in PyTorch, returns both:
+# by Liu, Zaharia and Abbeel.
+#
+# Let one process first play all ranks in turn, without a mask: ``travelling[rank]`` holds the keys
+# and values that a rank has now, and ``found[rank]`` its output and lse so far.
+# ``reference.attention``, the formula in PyTorch, returns both:
 
 
 def ring_in_turn(parts):
@@ -136,16 +140,17 @@ whole, _ = reference.attention(q, k, v)
 torch.testing.assert_close(out.double(), whole, rtol=1e-5, atol=1e-6)
 lab.read(
     "Three ranks reproduce the output of the whole sequence to within "
-    f"{(out - whole).abs().max().item():.0e}, with sums in float32."
+    f"{(out - whole).abs().max().item():.0e}, with sums in float32. All that the ring asks of a "
+    "kernel is that it also returns the lse."
 )
 
 # %%
 # The layout of the tokens
 # ------------------------
 #
-# Under a causal mask, token :math:`t`, counted from 0, sees :math:`t + 1` keys, so the layout of
-# the tokens decides how much work each rank has. Let four ranks share eight tokens, first in order
-# and then with one token from either end:
+# Which tokens should each rank hold? Under a causal mask, token :math:`t`, counted from 0, sees
+# :math:`t + 1` keys, so a late token is more work than an early one. Let four ranks share eight
+# tokens, first in order and then with one token from either end:
 
 layouts = {
     "contiguous": [(0, 1), (2, 3), (4, 5), (6, 7)],
@@ -163,9 +168,8 @@ for layout, held in layouts.items():
 #    each rank one piece from either end: of :math:`W` ranks, rank :math:`r` holds pieces
 #    :math:`r` and :math:`2W - 1 - r`.
 #
-# The Llama 3 report describes this layout; *striped attention*, an earlier one, deals out single
-# tokens. In the next figure each row is a piece of queries, each column a piece of keys, and each
-# cell shows the step in which the two meet:
+# The Llama 3 report describes this layout. In the next figure, each row is a piece of queries, each
+# column a piece of keys, and each cell shows the step in which the two meet:
 
 # %%
 
@@ -291,19 +295,19 @@ lab.sketch(
 )
 
 # %%
-# Let one unit be the time that all queries of one rank take with all keys of another. Zig-zag takes
-# half a unit per step, or :math:`W / 2` in all. Contiguous parts take half a unit for the first
-# step and a whole unit for every other, or :math:`W - 1/2` in all. **By this count, zig-zag is 1.5
-# times as fast with two ranks and nearly twice as fast with many.**
+# **By a count of the scores, zig-zag is 1.5 times as fast with two ranks and nearly twice as fast
+# with many.** Let one unit be the time that all queries of one rank take with all keys of another.
+# Zig-zag takes half a unit per step, or :math:`W / 2` in all. Contiguous parts take half a unit for
+# the first step and a whole unit for every other, or :math:`W - 1/2` in all.
 #
 # The loop on one rank
 # --------------------
 #
-# Each rank runs the loop in its own process. It can send and compute at the same time, since NCCL,
-# NVIDIA's communication library, runs transfers on its own :term:`stream`.
+# How does a rank send and compute at the same time? Each rank is a process, and NCCL, NVIDIA's
+# communication library, runs its transfers on a :term:`stream` of their own.
 # ``ring._pass_on(sent, group, into)`` starts sending ``sent`` to the next rank and receiving
-# ``into`` from the previous one, and returns handles immediately. With NCCL, calling ``wait`` on a
-# handle makes the kernels' stream wait, but not the host.
+# ``into`` from the previous one, and returns handles immediately. Calling ``wait`` on a handle
+# makes the kernels' stream wait, but not the host.
 #
 # Here is ``ring_in_turn`` as one rank runs it, with a causal mask and zig-zag. In each step, ``kv``
 # holds the keys and values of the rank ``source``, ``following`` is the memory for the next ones,
@@ -363,9 +367,14 @@ errors = [
 on_one = F.scaled_dot_product_attention(*drawn, is_causal=True)
 error_of_one = (on_one.double() - truth).abs().max().item()
 assert max(errors) < 0.05
-lab.read(
-    f"On {ranks.world} ranks, this loop comes within {errors[0]:.4f} of float64, and PyTorch's "
-    f"attention on one device, which rounds less often, within {error_of_one:.4f}."
+lab.together(
+    lab.read(
+        f"On {ranks.world} ranks, this loop comes within {errors[0]:.4f} of float64, and PyTorch's "
+        f"attention on one device, which rounds less often, within {error_of_one:.4f}."
+    ),
+    lab.read(
+        "To hide a transfer, start it before the kernel and wait for it after the merge."
+    ),
 )
 
 # %%
@@ -377,7 +386,7 @@ lab.listing({"How a transfer begins": ring._pass_on})
 # The backward pass
 # -----------------
 #
-# Training also needs gradients. The backward pass recomputes the weights as
+# Must gradients be merged as well? The backward pass recomputes the weights as
 # :math:`p_{ij} = e^{s_{ij} - lse_i}`.
 #
 # .. admonition:: Key idea
@@ -440,31 +449,37 @@ wrong = max(
 )
 lab.read(
     f"Three ranks reproduce the gradients of the whole sequence to within {wrong:.0e} in float64. "
-    "With two ranks, where there is only one addition, the package adds "
-    "outputs and gradients in 16 bits; with more it uses 32, since the rounding errors of many "
-    "additions would accumulate."
+    "A backward kernel needs no change for the ring, if it takes `out` and `lse` as arguments."
 )
 
 # %%
 
-# Folded: The package's loop, forward and backward
-lab.listing(
-    {
-        "What a rank computes with the keys of the rank source: which queries, which keys, and "
-        "whether the mask applies": ring._work,
-        "The forward pass of a rank": ring._Ring.forward,
-        "The backward pass of a rank. Its terms for its own keys also travel round the ring, which "
-        "costs one transfer but keeps the loop simple": ring._Ring.backward,
-    }
+# Folded: The package's loop, forward and backward, and the precision of its sums
+lab.together(
+    lab.read(
+        "With two ranks, where there is only one addition, the package adds outputs and gradients "
+        "in 16 bits; with more it uses 32, since the rounding errors of many additions would "
+        "accumulate."
+    ),
+    lab.listing(
+        {
+            "What a rank computes with the keys of the rank source: which queries, which keys, and "
+            "whether the mask applies": ring._work,
+            "The forward pass of a rank": ring._Ring.forward,
+            "The backward pass of a rank. Its terms for its own keys also travel round the ring, "
+            "which costs one transfer but keeps the loop simple": ring._Ring.backward,
+        }
+    ),
 )
 
 # %%
 # All to all
 # ----------
 #
-# Since attention computes each head independently, there is a second way that needs no ring, known
-# from DeepSpeed Ulysses. One exchange turns all heads of some tokens into all tokens of some heads,
-# each rank computes ordinary attention on these, and a second exchange undoes the first.
+# Is there a way without a ring? Attention computes each head independently, so the ranks can split
+# the heads, as in DeepSpeed Ulysses. One exchange turns all heads of some tokens into all tokens of
+# some heads, each rank computes ordinary attention on these, and a second exchange undoes the
+# first.
 
 # %%
 
@@ -505,24 +520,28 @@ lab.sketch(
 
 # %%
 
-# Folded: The exchange in code
-lab.source(ring._exchange)
+# Folded: The exchange in code, and the bytes that each method sends
+lab.together(
+    lab.read(
+        "If there are as many key heads as query heads, all to all sends (W − 1) / W of a rank's "
+        "`q`, `k`, `v` and `out` in the forward pass, and the ring its `k` and `v` in each of "
+        "W − 1 steps, which is W / 2 times as many bytes."
+    ),
+    lab.source(ring._exchange),
+)
 
 # %%
-# **When to choose it.** The number of ranks must divide the numbers of query heads and of key
-# heads. If these are equal, a rank sends :math:`(W - 1) / W` of each of ``q``, ``k``, ``v`` and
-# ``out`` in the forward pass. In the ring it sends ``k`` and ``v`` in each of :math:`W - 1` steps,
-# which is :math:`W / 2` times as many bytes, but it computes meanwhile. By this count, all to all
-# suits short parts on many ranks, and the ring long parts, whose transfers hide.
+# **By the bytes, all to all suits short parts on many ranks.** With as many key heads as query
+# heads, the ring sends :math:`W / 2` times as many in the forward pass, but it computes meanwhile,
+# which suits long parts. All to all also needs a number of ranks that divides both numbers of
+# heads.
 
 # %%
 # Is it right?
 # ------------
 #
-# We compare the outputs and gradients of both methods with float64 on two ranks; three and four
-# ranks run only in the package's tests. The tolerance is four times the error of PyTorch's
-# attention on one device, but at least two :term:`ulps <ulp>`, because rounding our two terms and
-# their sum to 16 bits may alone cost one and a half.
+# We compare the outputs and gradients of both methods with float64, here on two ranks; three and
+# four run only in the package's tests.
 
 # Measuring
 METHODS = {
@@ -586,8 +605,15 @@ lab.read(f"{found[0].upper()}{found[1:]}.")
 
 # %%
 
-# Folded: Every check of outputs and gradients, across ranks
-checked
+# Folded: Every check of outputs and gradients, and how the tolerance is set
+lab.together(
+    lab.read(
+        "The tolerance is four times the error of PyTorch's attention on one device, but at least "
+        "two ulps, because rounding our two terms and their sum to 16 bits may alone cost one and "
+        "a half."
+    ),
+    checked,
+)
 
 # %%
 # How fast is it?
@@ -824,12 +850,16 @@ def percent(name, n):
 took = {
     name: speed.milliseconds_at(name, seqlen=length) for name in ("ideal", *VERSIONS)
 }
-lab.read(
-    f"One GPU takes {WORLD * took['ideal']:.0f} ms for {length:,} tokens, so {WORLD} GPUs could "
-    f"take {took['ideal']:.0f} ms. **Our ring takes {took['Kernel Book']:.0f} ms, which is "
-    f"{percent('Kernel Book', length):.0f} % of linear scaling.** In the figure, contiguous and "
-    "zig-zag wait for each transfer before they compute; with transfers hidden, keys and gradients "
-    "travel while the rank computes:"
+lab.together(
+    lab.read(
+        f"**Our ring reaches {percent('Kernel Book', length):.0f} % of linear scaling at "
+        f"{length:,} tokens.** One GPU takes {WORLD * took['ideal']:.0f} ms, so {WORLD} GPUs could "
+        f"take {took['ideal']:.0f} ms, and the ring takes {took['Kernel Book']:.0f}."
+    ),
+    lab.read(
+        "In the figure, contiguous and zig-zag wait for each transfer before they compute; with "
+        "transfers hidden, keys and gradients travel while the rank computes:"
+    ),
 )
 
 # %%
@@ -883,29 +913,32 @@ in_doubt = [
     for n in LENGTHS
     if abs(gains[n]) <= between_sweeps or apart(n)[0] <= 0 <= apart(n)[1]
 ]
-slow_or_fast = rounds_of("zig-zag", length)
-lab.read(
-    ("**The layout brings the larger gain.** " if by_layout > by_hiding else "")
-    + f"At {length:,} tokens, zig-zag saves {took['contiguous'] - took['zig-zag']:.0f} of "
-    f"{took['contiguous']:.0f} ms, and hiding the transfers "
-    + (
-        f"saves {saved_ms:.0f} more"
+given_up = [n for n in LENGTHS if n not in in_doubt and gains[n] < 0]
+lost_ms = speed.milliseconds_at("Kernel Book", seqlen=first) - speed.milliseconds_at(
+    "zig-zag", seqlen=first
+)
+lab.together(
+    lab.read(
+        ("**The layout brings the larger gain.** " if by_layout > by_hiding else "")
+        + f"At {length:,} tokens, zig-zag saves {took['contiguous'] - took['zig-zag']:.0f} of "
+        f"{took['contiguous']:.0f} ms. At {last:,}, it is {balanced[last]:.2f} times as fast as "
+        "contiguous parts"
         + (
-            ", although single rounds of zig-zag differ by as much. "
-            if slow_or_fast[1] - slow_or_fast[0] > 0.8 * saved_ms
-            else ". "
+            f", close to the {promised:.2f} promised by counting scores."
+            if 0.95 < balanced[last] / promised < 1
+            else f"; counting scores promised {promised:.2f}."
         )
-        if saved_ms > 0
-        else f"costs {-saved_ms:.0f} again. "
-    )
-    + f"At {last:,}, "
-    + ("hiding makes no measurable difference, but " if last in in_doubt else "")
-    + f"zig-zag is {balanced[last]:.2f} times as fast as contiguous parts"
-    + (
-        f", close to the {promised:.2f} promised by counting scores."
-        if 0.95 < balanced[last] / promised < 1
-        else f"; counting scores promised {promised:.2f}."
-    )
+    ),
+    lab.read(
+        ("**Hiding the transfers brings less.** " if 1 < by_hiding < by_layout else "")
+        + f"At {length:,} tokens it {'saves' if saved_ms > 0 else 'costs'} {abs(saved_ms):.0f} ms"
+        + (f", at {last:,} nothing that we can measure" if last in in_doubt else "")
+        + (
+            f", and at {first:,} it costs {lost_ms:.1f} ms."
+            if first in given_up
+            else "."
+        )
+    ),
 )
 
 # %%
@@ -913,7 +946,6 @@ lab.read(
 
 # Reading
 gained = [n for n in LENGTHS if n not in in_doubt and not gains[n] < 0]
-given_up = [n for n in LENGTHS if n not in in_doubt and gains[n] < 0]
 ours_took, zigzag_took = (rounds_of(name, first) for name in ("Kernel Book", "zig-zag"))
 at_first = {name: speed.milliseconds_at(name, seqlen=first) for name in RUNGS}
 one_gpu = WORLD * speed.milliseconds_at("ideal", seqlen=first)
@@ -922,17 +954,11 @@ all_pay = all(WORLD * percent(name, LENGTHS[-2]) > 100 for name in RUNGS)
 lab.read(
     (
         f"**At {first:,} tokens, {WORLD} GPUs are slower than one.** One GPU takes {one_gpu:.1f} "
-        f"ms, and the four versions take {min(at_first.values()):.1f} to "
+        f"ms, and the four versions {min(at_first.values()):.1f} to "
         f"{max(at_first.values()):.1f} ms. "
         if none_pays
         else f"At {first:,} tokens, our ring reaches {percent('Kernel Book', first):.0f} % of "
         "linear scaling. "
-    )
-    + (
-        f"Hiding the transfers even loses {-gains[first]:.0f} points against waiting for them, "
-        "for a reason that we did not look for. "
-        if first in given_up
-        else ""
     )
     + (
         "Leave such a sequence on one GPU, and give the other GPUs sequences of their own."
@@ -1131,6 +1157,11 @@ lab.together(
         ("Short sequences scale worse in every version. " if lost else "")
         + why_short
         + (
+            " Why hiding the transfers loses to waiting for them there, we did not look into."
+            if first in given_up
+            else ""
+        )
+        + (
             " Zig-zag, too, gains less on shorter sequences than counting scores promises; the "
             "count leaves out transfers and launches, whose shares we did not separate."
             if max(balanced[n] for n in LENGTHS[:-1]) < balanced[last] < promised
@@ -1222,46 +1253,60 @@ come_close = any(timed_peers.values()) and all(
     for more in found.values()
 )
 untimed = [n for n in LENGTHS if n not in PEER_LENGTHS]
-lab.read(
-    ("**Two other ways come close.** " if come_close else "")
-    + "All to all takes "
-    + compared({n: beside_ours[n] for n in PEER_LENGTHS}).replace("ours", "our ring")
-    + (" on the longer sequences" if untimed == [first] else "")
-    + (
-        f", but beats it at {first:,} tokens, with {percent('all to all', first):.0f} % of "
-        f"linear scaling against {percent('Kernel Book', first):.0f}. "
-        if untimed == [first] and beside_ours[first] <= -1
-        else ". "
-    )
-    + (
-        " ".join(
-            "PyTorch's own ring, the experimental `context_parallel` with "
-            f"{name.removesuffix(' CP')}'s attention, takes {compared(found)}"
-            + (
-                "; we did not time it on the shortest, where ours is weakest."
-                if untimed == [first] and lost
-                else "."
-            )
+fastest = {n: max(RUNGS, key=lambda name: percent(name, n)) for n in LENGTHS}
+behind_others = "all to all" not in fastest.values()
+lab.together(
+    lab.read(
+        (
+            "**All to all is never the fastest.** It takes "
+            if behind_others
+            else "All to all takes "
+        )
+        + compared({n: beside_ours[n] for n in PEER_LENGTHS}).replace(
+            "ours", "our ring"
+        )
+        + (" on the longer sequences" if untimed == [first] else "")
+        + (
+            f"; at {first:,} tokens it beats our ring but not "
+            f"{NAMES.get(fastest[first], fastest[first])}, which waits for its transfers."
+            if untimed == [first]
+            and beside_ours[first] <= -1
+            and fastest[first] == "zig-zag"
+            else "."
+        )
+    ),
+    lab.read(
+        ("**PyTorch's own ring comes close.** " if come_close else "")
+        + " ".join(
+            "On the longer sequences, the experimental `context_parallel` with "
+            f"{name.removesuffix(' CP')}'s attention takes {compared(found)}."
             for name, found in timed_peers.items()
             if found
         )
         if any(timed_peers.values())
         else "PyTorch's context parallelism did not run here; the figure gives the reason."
-    )
+    ),
 )
 
 # %%
 
 # Folded: How does PyTorch's ring, with its own kernels, compare?
-lab.plot(
-    beside,
-    "Our ring and PyTorch's context parallelism",
-    share=True,
-    names={
-        "ideal": "linear scaling",
-        "Kernel Book": "our ring",
-        "cuDNN CP": "PyTorch's",
-    },
+lab.together(
+    lab.read(
+        f"We did not time PyTorch's ring at {first:,} tokens, where ours is weakest."
+    )
+    if untimed == [first] and lost
+    else None,
+    lab.plot(
+        beside,
+        "Our ring and PyTorch's context parallelism",
+        share=True,
+        names={
+            "ideal": "linear scaling",
+            "Kernel Book": "our ring",
+            "cuDNN CP": "PyTorch's",
+        },
+    ),
 )
 
 # %%
@@ -1366,11 +1411,11 @@ def tensors(held, size):
 
 kept = LAYERS * KEPT * MEMORY_LENGTH * per_token / 2**30
 lab.read(
-    "**The tensors kept for the backward pass are shared evenly.** By the count at the top of this "
-    f"page, {LAYERS} layers keep {kept:.0f} GiB for {MEMORY_LENGTH:,} tokens on one GPU, or "
-    f"{kept / most:.0f} GiB on each of {most}. A layer's peak memory falls by only "
+    "**Each GPU keeps only its share for the backward pass.** On paper, "
+    f"{LAYERS} layers keep {kept:.0f} GiB for {MEMORY_LENGTH:,} tokens on one GPU, or "
+    f"{kept / most:.0f} GiB on each of {most}. A layer's peak falls by only "
     f"{100 * (1 - together / gib.get(1, nan)):.0f} %, because parts and gradients in transit add "
-    "to it, though only in one layer at a time."
+    "to it."
 )
 
 # %%
@@ -1390,26 +1435,27 @@ lab.together(
         f"The memory of each GPU, {MEMORY_LENGTH:,} tokens",
     ),
     lab.read(
-        " ".join(
+        "What is in transit takes memory in one layer at a time, what is kept in all of them. "
+        + " ".join(
             f"For both passes over {row['tokens']:,} tokens, {row['GPUs']} GPUs need "
             f"{row['seconds']:.1f} s and {row['GiB per GPU']:.0f} GiB of memory each."
             for row in long.rows
         )
-        or f"A long sequence: {nan}."
+        if long.rows
+        else f"A long sequence: {nan}."
     ),
 )
 
 # %%
 # One call in a profiler
 # ----------------------
-#
-# Which of the transfers hide?
 
 # %%
 
 # Reading
 profiled = 16384 // SHRINK * WORLD
 lab.read(
+    "Which of the transfers hide? "
     f"We profile both versions of zig-zag on rank 0, with {profiled:,} tokens in all. With two "
     "ranks, a call makes four transfers: keys and values in the forward pass (1) and in the "
     "backward pass (2), their gradients (3), and the complete gradients on their way home (4). A "
@@ -1598,17 +1644,27 @@ of_first = min(behind, default=(nan, nan))
 hides = sum(end - start for start, end in behind[1:3])
 scaled = hides * length / profiled
 nearest, farthest = apart(length)
+profiler_saw = schedule.rows or schedule.provenance is None
+first_shows = begins > sum(of_first) / 2
+lab.read(
+    "**Transfers 2 and 3 hide behind the backward pass.** Transfer 4 does not, because almost "
+    "nothing is left to compute"
+    + (
+        ", and neither does most of transfer 1, because the host launches it before the first "
+        "kernel. In a longer ring, these two are a smaller share of all transfers."
+        if first_shows
+        else "."
+    )
+    if profiler_saw
+    else "The profiler saw no kernel on this machine."
+)
+
+# %%
+
+# Folded: How much time does hiding save in this call, and at a longer length?
 lab.together(
     lab.read(
-        "**Transfers 2 and 3 hide behind the backward pass.** Transfer 4 does not, since almost "
-        "nothing is left to compute"
-        + (
-            ", and neither does most of transfer 1, which the host launches before the first "
-            "kernel. "
-            if begins > sum(of_first) / 2
-            else ". "
-        )
-        + (
+        (
             f"Under the profiler, which slows the host, hiding shortens the call by {saved:.0f} %"
             + (
                 f", although the computation takes {slowed:.1f} ms longer."
@@ -1619,13 +1675,13 @@ lab.together(
             else "Under the profiler, which slows the host, hiding changes the length of the call "
             f"by {-saved:+.0f} %."
         )
-        if schedule.rows or schedule.provenance is None
+        if profiler_saw
         else "The profiler saw no kernel on this machine."
     ),
     lab.read(
-        f"At {length:,} tokens, these two transfers carry twice the bytes, which would account "
-        f"for {share_in_words(scaled / saved_ms)} of the {saved_ms:.0f} ms saved above; the rounds "
-        "spread too widely to tell whether the rest is real."
+        f"At {length:,} tokens, transfers 2 and 3 carry twice the bytes. If they took twice as "
+        f"long, they would account for {share_in_words(scaled / saved_ms)} of the {saved_ms:.0f} "
+        "ms that hiding saves there; the rounds spread too widely to tell whether the rest is real."
     )
     if WORLD == 2 and nearest < scaled < min(saved_ms, farthest)
     else None,
@@ -1659,8 +1715,10 @@ lab.together(
 #
 # In the backward pass, a step does 2.5 times the FLOPs. With more than two ranks it sends three
 # times the bytes, because the gradients travel with the keys, in 32 bits. The factor 2 thus becomes
-# :math:`2 \cdot 3 / 2.5 = 2.4`. We time single steps for :math:`S`, and pass tensors round the ring
-# for :math:`B`; here :math:`H_k = H`:
+# :math:`2 \cdot 3 / 2.5 = 2.4`.
+#
+# We time single steps for :math:`S`, and pass tensors round the ring for :math:`B`; here
+# :math:`H_k = H`:
 
 # Measuring
 MEBIBYTES = (0.25, 1, 4, 16, 64, 256) if not TINY else (0.25, 1)
@@ -1778,9 +1836,8 @@ lab.table(
 # Reading
 lab.read(
     f"**Over a network card, parts must be {bandwidth / NETWORK:.0f} times as long as over "
-    f"{joined}**{', which connects the GPUs of a host' if links else ''}. A faster kernel needs "
-    "longer parts, too. Two transfers are exceptions: the last never hides, and the first does not "
-    "if the host launches its kernel late, as in the profile."
+    f"{joined}**{', which connects the GPUs of a machine' if links else ''}. A faster kernel needs "
+    "longer parts, too, in proportion to its speed."
 )
 
 # %%
@@ -1831,8 +1888,6 @@ lab.together(
 # %%
 # Eight, 64 and 1,024 GPUs
 # ------------------------
-#
-# How long must a text be to keep 64 GPUs busy?
 
 
 # Measuring
@@ -1893,16 +1948,15 @@ differ = {n: promises[n] - percent("Kernel Book", n) for n in LENGTHS}
 optimistic = min(differ.values()) > 0
 lab.together(
     lab.read(
-        f"**About {about(64 * enough) / 1e6:.1f} million tokens, or {enough:,.0f} per GPU, by a "
-        f"simulation{' that proves optimistic' if optimistic else ''}.** At that length, a ring "
-        f"reaches {GOOD} % of linear scaling (a dot in the next figure)."
+        f"How long must a text be to keep 64 GPUs busy, at {GOOD} % of linear scaling? **About "
+        f"{about(64 * enough) / 1e6:.1f} million tokens, or {enough:,.0f} per GPU, by a simulation"
+        f"{' that proves optimistic' if optimistic else ''}.**"
     ),
     lab.read(
-        f"We have only {WORLD} GPUs (crosses), so we put larger rings together from the steps and "
-        "transfers that we measured: a step lasts as long as its scores, the transfer beside them "
-        "or the host's launch, whichever is longest. Eight GPUs share a host, so we give them the "
-        f"measured speed of {joined}; larger rings get a network card's full "
-        f"{NETWORK / 1e9:.0f} GB/s:"
+        f"We have only {WORLD} GPUs, so we put larger rings together from the steps and transfers "
+        "that we measured: a step lasts as long as its scores, the transfer beside them or the "
+        "host's launch, whichever is longest. Eight GPUs share a machine and get the measured "
+        f"speed of {joined}; larger rings get a network card's full {NETWORK / 1e9:.0f} GB/s:"
     ),
 )
 
@@ -1932,9 +1986,17 @@ def curves(axes, rows):
     axes.text(0.96 * knee, 30, "64 or 1,024 GPUs,\nnetwork card", **look)
     points = [(n / WORLD, percent("Kernel Book", n)) for n in LENGTHS]
     cross = {"color": "#1f2328", "marker": "x", "markersize": 8, "markeredgewidth": 2}
-    axes.plot(*zip(*points, strict=True), linestyle="none", zorder=4, **cross)
+    axes.plot(*zip(*points, strict=True), linestyle="none", zorder=5, **cross)
+    for n in LENGTHS:  # what the simulation promises for the same rings
+        ends_of = [percent("Kernel Book", n), promises[n]]
+        gap = {"color": "#1f2328", "linestyle": ":", "linewidth": 1}
+        axes.plot([n / WORLD] * 2, ends_of, zorder=3, **gap)
+        hollow = cross | {"marker": "o", "markersize": 7, "markeredgewidth": 1.4}
+        hollow |= {"markerfacecolor": "#ffffff", "zorder": 4}
+        axes.plot(n / WORLD, promises[n], **hollow)
     note |= {"color": "#1f2328", "va": "top", "fontsize": 10}
-    axes.text(1.08 * largest, 78, f"crosses: {WORLD} GPUs,\n{joined}, measured", **note)
+    key = f"{WORLD} GPUs, {joined}:\n○ simulated\n× measured"
+    axes.text(1.08 * largest, 78, key, **note)
     axes.set_xscale("log", base=2)
     axes.set_xticks([2**k for k in range(12, 18)], [f"{2**k:,}" for k in range(12, 18)])
     axes.set(xlim=ends, ylim=(0, 105))
@@ -1954,9 +2016,10 @@ def in_words_of(rows):
         "Two lines that rise with the number of tokens per rank and stay flat from 32,768: "
         f"{found}. One line stands for 64 and for 1,024 GPUs. A dot marks where each line reaches "
         f"{GOOD} %, and a dotted line the length from which the network card hides its transfers. "
-        f"Crosses show {WORLD} GPUs, measured: "
+        f"Crosses show {WORLD} GPUs, measured, and circles the same, simulated: "
         + ", ".join(
-            f"{percent('Kernel Book', n):.0f} % at {n // WORLD:,}" for n in LENGTHS
+            f"{percent('Kernel Book', n):.0f} and {promises[n]:.0f} % at {n // WORLD:,}"
+            for n in LENGTHS
         )
         + "."
     )
@@ -1970,35 +2033,13 @@ lab.draw(steps, "Larger rings, simulated", in_words_of, curves)
 between_lines = max(
     abs(linear(64, 64 * n, NETWORK) - linear(1024, 1024 * n, NETWORK)) for n in PER_RANK
 )
-second = LENGTHS[1] if len(LENGTHS) > 2 else last
-lab.together(
-    lab.read(
-        (
-            "**The simulation is far too optimistic for short parts.** "
-            if differ[first] > 10
-            else ""
-        )
-        + f"For {WORLD} GPUs, it promises {promises[first]:.0f} % of linear scaling at "
-        f"{first // WORLD:,} tokens per rank, where we measured "
-        f"{percent('Kernel Book', first):.0f}, and {promises[second]:.0f} % at "
-        f"{second // WORLD:,}, where we measured {percent('Kernel Book', second):.0f}. "
-        + (
-            "All answers below lie between these two lengths, so plan with longer parts; the "
-            f"{min(enough_of.values()):,.0f} tokens of eight GPUs may be far too few."
-            if optimistic
-            and first / WORLD < min(enough_of.values(), default=nan)
-            and max(enough_of.values(), default=nan) < second / WORLD
-            else ""
-        )
-    ),
-    lab.read(
-        "The simulation knows no slow ranks and no shared switch, so rings of 64 and of 1,024 GPUs "
-        + (
-            "share one line, and sixteen times as many GPUs need a text sixteen times as long:"
-            if between_lines < 2
-            else f"lie within {between_lines:.0f} points. They need:"
-        )
-    ),
+lab.read(
+    "In a simulation without slow ranks or a shared switch, rings of 64 and of 1,024 GPUs "
+    + (
+        "share one line, so sixteen times as many GPUs need a text sixteen times as long:"
+        if between_lines < 2
+        else f"lie within {between_lines:.0f} points. They need:"
+    )
 )
 
 # %%
@@ -2019,6 +2060,20 @@ lab.table(
 )
 
 # %%
+
+# Reading
+second = LENGTHS[1] if len(LENGTHS) > 2 else last
+lab.read(
+    (
+        "**Plan with longer parts, because the simulation is far too optimistic for short ones.** "
+        if differ[first] > 10
+        else ""
+    )
+    + f"For {WORLD} GPUs with {first // WORLD:,} tokens each, it promises {promises[first]:.0f} % "
+    f"(circle), and we measured {percent('Kernel Book', first):.0f} (cross); with "
+    f"{second // WORLD:,} tokens, {promises[second]:.0f} and "
+    f"{percent('Kernel Book', second):.0f}."
+)
 
 # %%
 
@@ -2042,14 +2097,10 @@ flat = (
     else {nan}
 )
 lab.read(
-    f"**Over {joined}, hiding the transfers is not enough.** For {GOOD} %, eight GPUs need "
-    f"{stretch:.1f} times the {round(hidden_from('backward', bandwidth), -2):,.0f} tokens per rank "
-    "from which transfers hide, because shorter parts take longer per score"
-    + (
-        f" and, up to {about(by_host):,.0f} tokens, also wait for the host."
-        if by_host
-        else "."
-    )
+    f"**Over {joined}, hiding the transfers is not enough.** For {GOOD} %, eight simulated GPUs "
+    f"need {stretch:.1f} times the {round(hidden_from('backward', bandwidth), -2):,.0f} tokens per "
+    "rank from which transfers hide, because shorter parts take longer per score"
+    + (" and wait for the host." if by_host else ".")
 )
 
 # %%
@@ -2086,7 +2137,16 @@ lab.together(
         f"The check on {WORLD} GPUs, in percent of linear scaling",
     ),
     lab.read(
-        "The last gradients add to the total, because nothing hides them. No rank is slow and no "
+        (
+            f"All lengths from which larger rings reach {GOOD} % lie between the two at which the "
+            f"simulation is furthest off; the {min(enough_of.values()):,.0f} tokens of eight GPUs "
+            "may be far too few. "
+            if optimistic
+            and first / WORLD < min(enough_of.values(), default=nan)
+            and max(enough_of.values(), default=nan) < second / WORLD
+            else ""
+        )
+        + "The last gradients add to the total, because nothing hides them. No rank is slow and no "
         "switch is shared; a real ring may have both. We interpolate between the lengths that we "
         f"timed and extrapolate beyond {largest:,} tokens. The lines of 8 or more GPUs level off "
         f"near {' or '.join(map(str, sorted(flat)))} %, because a forward step over another rank's "
@@ -2099,14 +2159,14 @@ lab.together(
 
 # %%
 # **A ring needs long parts, which at a given length means few ranks.** Larger clusters can combine
-# both methods: heads split within a host, and a ring of hosts (USP, in the references).
+# both methods: heads split within a machine, and a ring of machines (USP, in the references).
 #
 # The training script
 # -------------------
 #
-# In a model, the inputs, the call to attention and the sum of the gradients change. ``torchrun
-# --nproc-per-node=2 train.py`` starts a script once per GPU. Each rank cuts its part from the
-# model's inputs, each of shape (batch, seqlen), and calls ``ring_attention``:
+# What changes in a model? Its inputs, the call to attention and the sum of the gradients.
+# ``torchrun --nproc-per-node=2 train.py`` starts a script once per GPU. Each rank cuts its part
+# from the model's inputs, each of shape (batch, seqlen), and calls ``ring_attention``:
 #
 # .. code-block:: python
 #
@@ -2121,20 +2181,21 @@ lab.together(
 # puts the tokens in order.
 #
 # Shift the labels before cutting, because the label of a piece's last token lies in another piece.
-# Cut the positions too, since they must be those of the whole sequence. If the loss is a sum over
-# tokens, add the weights' gradients over the ranks; PyTorch's data parallelism averages them, which
-# is right for a mean over equally many labels on every rank.
+# Cut the positions too, since they must be those of the whole sequence.
+#
+# If the loss is a sum over tokens, add the weights' gradients over the ranks. PyTorch's data
+# parallelism averages them, which is right for a mean over equally many labels on every rank.
 #
 # What breaks it
 # --------------
 #
-# A mistake on one rank usually hangs the others, which wait for a message that never comes. Our
-# ranks therefore first agree on what they are about to compute, and wait no longer than their
-# process group allows.
+# What if one rank makes a mistake? Usually the others hang, because they wait for a message that
+# never comes. Our ranks therefore first agree on what they are about to compute, and wait no longer
+# than their process group allows.
 #
-# **A wrong layout.** A contiguous part passed as zig-zag has the right shape, so no rank can detect
-# the mistake, and the result is wrong. ``passed_as`` calls ``ring_attention`` with contiguous parts
-# of new random inputs and a ``layout``:
+# **A wrong layout gives a wrong result.** A contiguous part passed as zig-zag has the right shape,
+# so only a comparison with one device reveals it. ``passed_as`` calls ``ring_attention`` with
+# contiguous parts of new random inputs and a ``layout``:
 
 # %%
 
@@ -2276,10 +2337,10 @@ def noticed(mistake):
 
 silent = {row["mistake"] for row in (*shown, *here) if "returns" in row["what it says"]}
 lab.read(
-    "**A wrong shape, a late rank, a dead rank.** No rank hangs. If the last rank passes a longer "
-    f"part, all ranks refuse it {noticed('another shape')}. If it is late, "
-    f"the others give up after {waits['comes late']:.1f} s, their time-out. If it dies, they "
-    f"notice {noticed('dies')}."
+    "**With a wrong shape, a late rank or a dead rank, no rank hangs.** If the last rank passes a "
+    f"longer part, all ranks refuse it {noticed('another shape')}. If it is late, "
+    f"the others give up after {waits['comes late']:.1f} s, the time-out that we gave them. If it "
+    f"dies, they notice {noticed('dies')}."
     + (
         f" Some calls return as if nothing had happened: {', '.join(sorted(silent))}."
         if silent
@@ -2363,7 +2424,7 @@ print(f"relative error: {errors[0]:.1e} in bfloat16, {errors[1]:.1e} in float32"
 # - Liu, Zaharia, Abbeel. *Ring attention with blockwise transformers for near-infinite context.*
 #   arXiv:2310.01889, 2023.
 # - Brandon et al. *Striped attention: faster ring attention for causal transformers.*
-#   arXiv:2311.09431, 2023.
+#   arXiv:2311.09431, 2023. An earlier layout, which deals out single tokens.
 # - Llama team. *The Llama 3 herd of models.* arXiv:2407.21783, 2024.
 # - Jacobs et al. *DeepSpeed Ulysses: system optimizations for enabling training of extreme long
 #   sequence transformer models.* arXiv:2309.14509, 2023.

@@ -146,9 +146,9 @@ lab.read(
 # %%
 # **Exponentials.** Each score costs :math:`4 D` operations in the two matmuls, for head_dim
 # :math:`D`, and one exponential. An :term:`SM` of a Hopper GPU executes 4,096 such operations per
-# cycle, but only 16 exponentials. At head_dim 128, the matmuls of a score thus take an eighth of a
-# cycle and its exponential a sixteenth. If all :term:`warps <warp>` of an SM alternate between the
-# two in step, the tensor cores work for at most two thirds of the time.
+# cycle, but only 16 exponentials, so at head_dim 128 the exponential takes half as long as the
+# matmuls. If all :term:`warps <warp>` of an SM alternate between the two in step, the tensor cores
+# work for at most two thirds of the time.
 
 
 # Drawing
@@ -207,18 +207,18 @@ lab.sketch(
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    Of our six changes, the first lets one program use the tensor cores while another computes
-#    exponentials; the second saves registers, so that nothing spills; the third and fourth together
-#    let a program hand over its matmuls without pauses; the fifth saves other work; and the sixth
-#    leaves fewer SMs idle at the end.
+#    A second program on an SM can use the tensor cores while the first computes exponentials. The
+#    first of our six changes makes room for it, and the next three make it pay, because they save
+#    registers and remove pauses. The fifth saves other work, and the sixth leaves fewer SMs idle at
+#    the end.
 
 # %%
 # The loop
 # --------
 #
-# We make the six changes, the *rungs* of a ladder, to one kernel. Its loop loads a tile of keys,
-# computes the scores ``qk``, turns them into weights ``p``, and adds the weighted values to
-# ``acc``:
+# Where can a program pause? We make the six changes, the *rungs* of a ladder, to a kernel whose
+# loop loads a tile of keys, computes the scores ``qk``, turns them into weights ``p``, and adds the
+# weighted values to ``acc``. It may have to wait at either ``tl.dot``:
 #
 # .. code-block:: python
 #
@@ -233,11 +233,9 @@ lab.sketch(
 # updates each query's largest score ``m_i`` and sum of weights ``l_i``, and returns ``alpha``,
 # which rescales the old sums to the new maximum.
 #
-# A program has 8 warps and 128 queries. Each ``tl.dot`` becomes several matmul instructions, each
-# of which covers 16 steps of the inner dimension: 8 for ``q kᵀ``, because head_dim is 128, and 4
-# for ``p v``, because a tile has 64 keys. On Hopper, a program can hand over all instructions of a
-# ``tl.dot`` to the tensor cores, do other work, and **wait** once, where it needs the result. At
-# worst, it waits after each instruction:
+# Each ``tl.dot`` becomes several matmul instructions. On Hopper, a program can hand over all of
+# them to the tensor cores, do other work, and **wait** once, where it needs the result. At worst,
+# it waits after each instruction:
 #
 # .. image:: /figures/attention-waits.svg
 #    :alt: Two timelines of the eight instructions of a tl.dot. Above, the program hands over all of
@@ -256,16 +254,18 @@ lab.sketch(
 #    code = compiled.asm["sass"]          # its machine code, as text
 #    code.count("HGMMA"), code.count("WARPGROUP.DEPBAR")
 #
-# The kernel contains the loop twice, for whole tiles and for tiles that the mask cuts:
-# 2 · (8 + 4) = 24 matmul instructions and, at best, 4 waits. Every further wait is a pause.
+# How many should there be? An instruction covers 16 steps of the inner dimension, so ``q kᵀ`` takes
+# 8, because head_dim is 128, and ``p v`` takes 4, because a tile has 64 keys. The kernel contains
+# the loop twice, for whole tiles and for tiles that the mask cuts: 2 · (8 + 4) = 24 instructions
+# and, at best, 4 waits. Every further wait is a pause.
 
 # %%
 # The ladder
 # ----------
 #
-# The ladder starts from the staged kernel of the last chapter. Speeds are in percent of a
-# :term:`cuBLAS` matmul's in the same run and, in the text, with a causal mask unless we say
-# otherwise.
+# What does each change gain? The ladder starts from the staged kernel of the last chapter. Speeds
+# are in percent of a :term:`cuBLAS` matmul's in the same run and, in the text, with a causal mask
+# unless we say otherwise.
 
 
 # Whole: one for all rungs, with a flag for each change
@@ -617,7 +617,8 @@ def staircase(axes, rows):
     edges, ours, other = range(8), lab.colour("Kernel Book"), lab.colour("matmul")
     look = {"orientation": "horizontal", "fill": True, "alpha": 0.22, "color": ours}
     axes.stairs(causal, edges, label="causal mask", **look)
-    axes.stairs(full, edges, orientation="horizontal", color=other, label="no mask")
+    line = {"orientation": "horizontal", "baseline": None, "color": other}
+    axes.stairs(full, edges, label="no mask", **line)
     for step, (name, cause) in enumerate(CAUSES.items()):
         number = f"{step} " if step else ""
         axes.text(
@@ -877,8 +878,8 @@ def waits_of(name):
 # Rung 1: two programs on an SM
 # -----------------------------
 #
-# While one program computes exponentials, another on the same SM could use the tensor cores. The
-# two fit only if each takes at most half of the SM's registers and shared memory:
+# How can a second program fit on an SM, to use the tensor cores while the first computes
+# exponentials? Each may take at most half of the SM's registers and shared memory:
 
 
 # Drawing
@@ -956,8 +957,8 @@ lab.sketch(
 
 # %%
 # **Shared memory** holds the tiles. ``num_stages``, the number of *pipeline stages*, says how many
-# tiles of keys, and how many of values, are in flight or in use at a time. A program's queries take
-# 32 KiB, and so does each stage. With two stages, two programs fit into the 227 KiB of an SM.
+# tiles of keys, and how many of values, are in flight or in use at a time. A program's 128 queries
+# take 32 KiB, and so does each stage. With two stages, two programs fit into the 227 KiB of an SM.
 #
 # **Registers** hold ``acc`` and the scores. Two programs of 8 warps have 512 threads, which leaves
 # each thread 128 of the SM's 65,536 registers. We set this limit with ``maxnreg``, an option of the
@@ -1028,18 +1029,22 @@ early = max(gain("two programs", mask) for mask in ("causal", "full")) < 0.05
 halves_alone = ("register limit alone", "two stages alone")
 faster_half = max(halves_alone, key=lambda name: change(name, "in stages"))
 lab.read(
-    "Neither half alone lets a second program in, so the two middle rows show only the price: two "
-    "stages leave fewer tiles in flight, and with fewer registers, "
+    "Neither half alone lets a second program in, so the two middle rows show only the price: "
+    "fewer tiles in flight, or "
     + (
-        "values spill and the code waits after each matmul instruction. "
+        "spills and a wait after each matmul instruction. "
         if compiled_to("register limit alone", "spills") > 0
         and compiled_to("register limit alone", "waits for them")
         == compiled_to("register limit alone", "matmul instructions")
-        else "the compiler has less freedom. "
+        else "less freedom for the compiler. "
     )
     + f"The second program is worth at least the step from {of_matmul(faster_half)} to "
-    f"{of_matmul('two programs')}"
-    + (", but here it only wins back the price." if early else ".")
+    f"{of_matmul('two programs')}, because rung 1 pays both prices. "
+    + (
+        "Here it only wins them back, so the next three rungs lower the price."
+        if early
+        else "The next three rungs lower the price."
+    )
     if room_costs and second > CHANCE
     else f"Compared with the start, the register limit alone changes the speed by "
     f"{100 * limit_alone:+.0f} %, two stages alone by {100 * stages_alone:+.0f} %, and both "
@@ -1050,9 +1055,10 @@ lab.read(
 # Rung 2: descriptors instead of addresses
 # ----------------------------------------
 #
-# Registers are now scarce, and a thread spends some of them on an address and a mask for each piece
-# of a tile that it loads. A :term:`tensor descriptor <descriptor>` makes these unnecessary. The
-# host creates it once, from the address, sizes and strides of a tensor, and the size of a tile.
+# Registers are now scarce. Which ones can a thread do without? It spends some on an address and a
+# mask for each piece of a tile that it loads. A :term:`tensor descriptor <descriptor>` makes these
+# unnecessary. The host creates it once, from the address, sizes and strides of a tensor, and the
+# size of a tile.
 #
 # .. image:: /figures/attention-descriptor.svg
 #    :alt: Above, without a descriptor: 256 threads each compute addresses and a mask in registers,
@@ -1313,27 +1319,15 @@ lab.sketch(
 
 
 # Drawing
-all_matmuls = compiled_to("one iteration ahead", "matmul instructions")
-free_before, free_after = (
-    compiled_to(f"{name}, no limit", "registers")
-    for name in ("descriptors", "one iteration ahead")
-)
 still_waits = all(
     compiled_to(name, "waits for them") == compiled_to(name, "matmul instructions")
     for name in ("descriptors", "one iteration ahead")
 )
-spilling = compiled_to("one iteration ahead", "spills")
-more_spills = spilling >= compiled_to("descriptors", "spills")
 measured(
     "one iteration ahead",
-    f"Without the limit, a thread would now use {free_after} registers instead of {free_before}. "
-    if free_after < free_before
-    else "",
-    "Yet "
-    + (f"{spilling} values spill, and " if spilling else "")
-    + f"the code still waits after each matmul instruction ({all_matmuls}, with those outside the "
-    "loops), so we do not know what gains speed. The waits have a new reason, which rung 4 removes."
-    if still_waits and more_spills
+    "The code still waits after each matmul instruction, so why it is faster is open. But these "
+    "waits have a new reason, which rung 4 removes."
+    if still_waits
     else "We did not isolate what gains speed here.",
 )
 
@@ -1341,9 +1335,8 @@ measured(
 # Rung 4: the maximum in two steps
 # --------------------------------
 #
-# The waits of rung 3 no longer come from a shortage of registers. Its loop carries two versions of
-# ``acc``, and Triton copies one to the other while ``p v`` is still writing it. To be safe, the
-# assembler makes the program wait:
+# Why does rung 3 still wait? Its loop carries two versions of ``acc``, and Triton copies one to the
+# other while ``p v`` is still writing it. To be safe, the assembler makes the program wait:
 #
 # .. image:: /figures/attention-acc-twice.svg
 #    :alt: Three timelines of the four instructions of p v. In rung 3, as Triton writes it, the
@@ -1414,14 +1407,13 @@ lab.read(
 )
 
 # %%
-# Why are there two versions of ``acc``? To multiply ``acc * alpha``, the compiler needs both in one
-# *layout*, which says which thread holds which elements. But ``alpha`` has the layout of the
-# scores, from whose maximum it comes. Up to rung 2, the compiler converts ``alpha``, the cheap
-# choice, with one number per row against 128 in ``acc``.
+# Where does the second ``acc`` come from? To multiply ``acc * alpha``, the compiler needs both in
+# one *layout*, which says which thread holds which elements. But ``alpha`` has the layout of the
+# scores, from whose maximum it comes. Up to rung 2, the compiler converts ``alpha``, which is
+# cheap. In rung 3, it converts ``acc`` in some places, and one loop is left with two versions.
 #
-# In rung 3, it converts ``acc`` in some places, and one loop is left with two versions, as *TTGIR*
-# shows, Triton's intermediate code (``compiled.asm["ttgir"]``). We do not know why. But if a
-# reshape in ``row_max`` gives the maximum another layout, the compiler no longer converts ``acc``:
+# If a reshape in ``row_max`` gives the maximum another layout, the compiler no longer converts
+# ``acc``:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
 #    :language: python
@@ -1435,7 +1427,7 @@ measured(
     f"Of {compiled_to('one iteration ahead', 'waits for them')} waits, "
     f"{compiled_to('two-step maximum', 'waits for them')} remain"
     + (
-        ", one for each `tl.dot`."
+        ", one for each `tl.dot`, including the two outside the loops."
         if compiled_to("two-step maximum", "waits for them") == 6
         else "."
     ),
@@ -1443,8 +1435,8 @@ measured(
 
 # %%
 # Is it really the copy that costs so much, or does ``row_max`` help in some other way? We keep the
-# maximum of rung 3 and edit its TTGIR by hand, so that both uses share one version of ``acc`` and
-# nothing is copied:
+# maximum of rung 3, and by hand delete the second ``acc`` from its *TTGIR*, Triton's intermediate
+# code (``compiled.asm["ttgir"]``):
 
 # Reading
 TESTED = {
@@ -1500,15 +1492,12 @@ by_hand = change("two-step maximum", "one wait")
 
 # Reading
 lab.read(
-    (
-        "Without the copy, rung 3 is as fast as rung 4, so removing the copy, with the waits that "
-        "it forces, accounts for the whole gain of rung 4. "
-        if abs(by_hand) < CHANCE
-        else f"The speed of rung 4 differs by {100 * by_hand:+.0f} % from that of rung 3 without "
-        f"the copy, so the copy is not the whole difference. "
-    )
-    + f"The edited kernel returns {'the same bits as' if same_bits else 'different bits from'} "
-    f"rung 3."
+    "Without the copy, rung 3 is as fast as rung 4, so removing the copy, with the waits that it "
+    "forces, accounts for the whole gain of rung 4. If ptxas names the accumulator in your kernel, "
+    "look in the TTGIR for what copies or converts it."
+    if abs(by_hand) < CHANCE
+    else f"The speed of rung 4 differs by {100 * by_hand:+.0f} % from that of rung 3 without the "
+    f"copy, so the copy is not the whole difference."
 )
 
 # %%
@@ -1530,16 +1519,17 @@ RUNGS_3_AND_4 = {"rung 3": "one iteration ahead", "rung 4": "two-step maximum"}
 
 # Folded: The second acc, the reasons of ptxas for every rung, and registers and copies in rung 3
 chain = lab.read(
-    "**Why there are two versions.** The scores have the layout of a matmul with 64 columns, and "
-    "`acc` that of one with 128. The maximum, `tl.max(qk, axis=1)`, inherits the layout of the "
-    "scores, and so does `alpha`. In rung 3, `acc` is converted for the tiles that the mask cuts "
-    "and after the loops. The loop over whole tiles converts only `alpha`, but carries two "
-    "versions of `acc`, one for its next iteration and one for the code after it. We did not trace "
-    "how the compiler comes to this. In TTGIR, two waits, `warp_group_dot_wait`, follow `p v` "
-    "there instead of one, one for each version. The second version is a copy of `acc`, 64 "
-    "registers per thread, which the code makes before both waits, while `p v` is still running. "
-    "The reshape of `row_max` gives the maximum a layout that belongs to no matmul. The machine "
-    "code of `p v` shows the waits:"
+    "**Why there are two versions.** Converting `alpha` costs less than converting `acc`, because "
+    "`alpha` has one number per row and `acc` 128. The scores have the layout of a matmul with 64 "
+    "columns, and `acc` that of one with 128. The maximum, `tl.max(qk, axis=1)`, inherits the "
+    "layout of the scores, and so does `alpha`. In rung 3, `acc` is converted for the tiles that "
+    "the mask cuts and after the loops. The loop over whole tiles converts only `alpha`, but "
+    "carries two versions of `acc`, one for its next iteration and one for the code after it. We "
+    "did not trace how the compiler comes to this. In TTGIR, two waits, `warp_group_dot_wait`, "
+    "follow `p v` there instead of one, one for each version. The second version is a copy of "
+    "`acc`, 64 registers per thread, which the code makes before both waits, while `p v` is still "
+    "running. The reshape of `row_max` gives the maximum a layout that belongs to no matmul. The "
+    "machine code of `p v` shows the waits:"
 )
 both_codes = as_printed(
     "SASS of one p v, abridged to its matmuls and waits",
@@ -1588,7 +1578,9 @@ in_ttgir = lab.read(
     f"of `acc` and the scores would take {registers_of_two} registers, and without a limit rung 3 "
     f"uses {compiled_to(free, 'registers')} in all. Within 128 registers, "
     f"{compiled_to('one iteration ahead', 'spills')} values spill. Without a limit, rung 3 waits "
-    f"{waits_of(free)}, and rung 2 waits {waits_of('descriptors, no limit')}."
+    f"{waits_of(free)}, and rung 2, with {compiled_to('descriptors, no limit', 'registers')} "
+    f"registers, waits {waits_of('descriptors, no limit')}. The kernel that we edited by hand "
+    f"returns {'the same bits as' if same_bits else 'different bits from'} rung 3."
 )
 copies = lab.read(
     "**Copies in rungs 2 and 3.** In both, Triton starts copying the next tiles at the end of an "
@@ -1608,8 +1600,8 @@ lab.together(chain, both_codes, reasons, same_code, in_ttgir, copies, no_gpu, di
 # Rung 5: the scale inside the exponential
 # ----------------------------------------
 #
-# The needless waits are gone, but the kernel still scales every score before it subtracts the
-# maximum, which costs a multiplication per score.
+# The needless waits are gone. What work can the loop still save? It scales every score before it
+# subtracts the maximum, which costs a multiplication per score.
 #
 # Since the scale is positive, the maximum may be taken before scaling. Let :math:`x` be a dot
 # product, :math:`c` the scale times :math:`\log_2 e` (``scale_log2``), and :math:`m = c \max x`. A
@@ -1628,7 +1620,8 @@ measured(
     "Saving one multiplication per score is worth little, so these instructions are not what "
     "limits the loop."
     if little
-    else "Even with a second program on the SM, a multiplication per score costs time.",
+    else "Even with a second program on the SM, a multiplication per score costs time, so fold a "
+    "scale into the exponent.",
 )
 
 # %%
@@ -1677,8 +1670,8 @@ lab.measure(
 # Rung 6: heavy tiles first
 # -------------------------
 #
-# In causal attention, the last queries see the most keys. If their programs start last, a few heavy
-# ones keep running while the rest of the GPU is idle.
+# Why are SMs idle at the end? In causal attention, the last queries see the most keys. If their
+# programs start last, a few heavy ones keep running while the rest of the GPU is idle.
 
 # %% An animation
 # Here the programs of two heads run on three SMs, each with slots for two; the heaviest are orange.
@@ -1750,7 +1743,7 @@ for tiles, heads in ((32, 64), (32, 16), (128, 16)):
 # Reading
 lab.read(
     f"`HEADS_AT_ONCE` is {promised['at once']} here, because the keys and values of "
-    f"{promised['at once']} heads fit into half of the L2 cache. We timed no other choice."
+    f"{promised['at once']} heads fit into half of the L2 cache."
 )
 
 # %%
@@ -1759,10 +1752,10 @@ lab.read(
 reversal = promised["reversal"]
 measured(
     "heavy first",
-    "Where all programs take equally long, their order does not matter. "
+    "Where all programs take equally long, their order does not matter; where they do not, start "
+    "the longest first."
     if abs(gain("heavy first", "full")) < CHANCE
     else "",
-    "We timed the new order of tiles and that of heads only together.",
     both=True,
 )
 
@@ -1782,11 +1775,12 @@ other_orders = lab.read(
         else f"In the simulation, the reversal alone, head by head, gains {100 * reversal:.0f} %"
     )
     + (
-        f". All {promised['heads']} heads at once would gain a little more. We timed neither."
+        f". All {promised['heads']} heads at once would gain a little more."
         if promised["all"] > promised["rung"] + 0.005
-        else f". All {promised['heads']} heads at once gain no more than {promised['at once']}. We "
-        f"timed neither."
+        else f". All {promised['heads']} heads at once gain no more than {promised['at once']}."
     )
+    + " On the GPU we timed neither, so the gain of this rung is that of both new orders together, "
+    "of tiles and of heads."
 )
 alone_in_full, both_in_full = (
     steps.share(name, mask="full") if known(name) else nan
@@ -1818,9 +1812,9 @@ raised = {
 }
 lab.read(
     f"The last rung, the **finished kernel**, is {100 * raised['causal']:.0f} % faster than the "
-    f"start with a causal mask, and {100 * raised['full']:.0f} % without one. Does it need all six "
-    f"changes? The gains on the ladder cannot tell, because each depends on the rungs before it. "
-    f"So we take each change back by itself:"
+    f"start ({100 * raised['full']:.0f} % without a mask). Does it need all six changes? The gains "
+    f"on the ladder cannot tell, because each depends on the rungs before it. So we take each "
+    f"change back by itself:"
 )
 
 # %%
@@ -1844,9 +1838,15 @@ for name in list(LADDER)[1:]:
     rows.append(row)
 if steps.provenance is None or not made:
     rows = []
+up = gain(last, "causal")
 lab.table(
     rows,
-    "Each change when made, and when taken back from the finished kernel, causal",
+    "Each change when made, and when taken back from the finished kernel, causal"
+    + (
+        f". A gain of {100 * up:.0f} %, taken back, is a loss of {100 * up / (1 + up):.0f} %"
+        if up > CHANCE
+        else ""
+    ),
 )
 
 # %%
@@ -1912,25 +1912,21 @@ grown = all(
 )
 lab.read(
     "The second program makes registers scarce, and rungs 2 and 3 save them"
-    + (", though each gained little when we made it. " if grown else ". ")
     + (
-        "Without the order of rung 3, ptxas again reports too few registers, and the code waits "
-        "after each matmul instruction. "
-        if reason == scarce
-        else ""
+        ": without either, the spills or the waits are back. "
+        if reason == scarce and spilled > 0
+        else ". "
     )
-    + f"Without descriptors, {spilled} values spill"
     + (
-        f". This need not be the whole loss of {100 * worth['descriptors']:.0f} %, because "
-        f"descriptors also copy the tiles in another way."
-        if spilled > 0
-        else "."
+        "Each gained little when we made it, so judge a change that saves registers at the end."
+        if grown
+        else ""
     )
 )
 
 # %%
 
-# Folded: The ladder with one program on an SM, and the two halves of rung 1
+# Folded: What is lost without rungs 2 and 3, the ladder with one program, and the halves of rung 1
 one_and_two = lab.table(
     [
         {
@@ -1956,6 +1952,21 @@ why = lab.read(
         else ""
     )
 )
+scarcity = lab.read(
+    (
+        "Without the order of rung 3, ptxas again reports too few registers, and the code waits "
+        "after each matmul instruction. "
+        if reason == scarce
+        else ""
+    )
+    + f"Without descriptors, {spilled} values spill"
+    + (
+        f". This need not be the whole loss of {100 * worth['descriptors']:.0f} %, because "
+        f"descriptors also copy the tiles in another way."
+        if spilled > 0
+        else "."
+    )
+)
 halves = lab.table(
     by_half(
         {
@@ -1968,7 +1979,7 @@ halves = lab.table(
     "The finished kernel, causal, with both halves of rung 1, one, or none. With two stages alone, "
     "the compiler keeps to the limit by itself, or nearly so",
 )
-lab.together(one_and_two, why, halves)
+lab.together(scarcity, one_and_two, why, halves)
 
 # %%
 # What the exponentials still cost
@@ -2122,8 +2133,7 @@ lab.read(
     (
         "They do not: without them, the finished kernel takes no fewer cycles"
         + (
-            f" (in fact {-100 * saved('finished') / of_two_programs:.0f} % more, and we do not "
-            f"know why). "
+            f" (in fact {-100 * saved('finished') / of_two_programs:.0f} % more). "
             if saved("finished") < -20
             else ", to within a few percent. "
         )
@@ -2200,35 +2210,19 @@ lab.draw(
 # %%
 
 # Reading
-slower_clock = clocks.get("matmul", nan) < clocks.get("finished", nan)
-two_thirds = (
-    abs(at_work("finished") - bound_of_turns(128)) < 3 and hidden["finished"] > 80
-)
 lab.read(
     (
         "So a cheaper exponential would hardly help here. Still, the tensor cores work "
         if hidden["finished"] > 97
         else "Yet the tensor cores work "
     )
-    + f"in only {at_work('finished'):.0f} % of the finished kernel's cycles, whereas a cuBLAS "
-    f"matmul{', at a lower clock,' if slower_clock else ''} reaches {at_work('matmul'):.0f} %. "
-    + (
-        f"That {at_work('finished'):.0f} % is also the bound for warps in step is a coincidence. "
-        if two_thirds
-        else ""
-    )
-    + "What fills the rest is open: late copies, moments in which both programs wait, or other "
-    "instructions"
-    + (
-        ", such as the one that rung 5 removed."
-        if gain("scale folded", "full") > CHANCE
-        else "."
-    )
+    + f"in only {at_work('finished'):.0f} % of the finished kernel's cycles, against "
+    f"{at_work('matmul'):.0f} % in a cuBLAS matmul, and what fills the rest is open."
 )
 
 # %%
 
-# Folded: The start, the clocks and all counts, and how we deleted and counted
+# Folded: The start, the clocks and all counts, what is open, and how we deleted and counted
 count_table = lab.table(
     [
         {
@@ -2243,6 +2237,30 @@ count_table = lab.table(
     ],
     "Cycles of an SM, in thousands; length 4,096, no mask."
     + (f" The exponentials alone need at least {needs:.0f}" if needs == needs else ""),
+)
+slower_clock = clocks.get("matmul", nan) < clocks.get("finished", nan)
+two_thirds = (
+    abs(at_work("finished") - bound_of_turns(128)) < 3 and hidden["finished"] > 80
+)
+open_questions = lab.read(
+    "**What is open.** The rest of the cycles may go to late copies, moments in which both "
+    "programs wait, or other instructions"
+    + (
+        ", such as the one that rung 5 removed. "
+        if gain("scale folded", "full") > CHANCE
+        else ". "
+    )
+    + (
+        "Nor do we know why the finished kernel takes more cycles without its exponentials. "
+        if saved("finished") < -20
+        else ""
+    )
+    + (
+        f"That {at_work('finished'):.0f} % is also the bound for warps in step is a coincidence, "
+        f"because the exponentials hardly cost anything."
+        if two_thirds
+        else ""
+    )
 )
 more_counts = lab.read(
     f"The start also runs one program per SM, but its exponentials cost only "
@@ -2267,6 +2285,7 @@ counting = lab.read(
 )
 lab.together(
     count_table,
+    open_questions,
     more_counts,
     counting,
     lab.listing(
@@ -2307,8 +2326,8 @@ lab.read(
     "Part of this gap closes in Gluon, the language below Triton, where warps can have roles: one "
     "half computes exponentials while the other half's matmul runs. "
     + (
-        f"In a separate run, roles and other changes bring attention without a mask from "
-        f"{100 * roles[0]:.0f} % of a matmul to {100 * roles[1]:.0f} %."
+        f"In a separate run, roles and other changes raise attention without a mask from "
+        f"{100 * roles[0]:.0f} to {100 * roles[1]:.0f} % of a matmul."
         if roles and roles[1] > roles[0]
         else "The chapter on Hopper measures the speed."
     )
@@ -2318,8 +2337,8 @@ lab.read(
 # The package's kernel and its checks
 # -----------------------------------
 #
-# The package's kernel is the finished kernel plus what users need: any head_dim up to 256, windows,
-# grouped heads, strides, and :term:`lse <logsumexp>` for the backward pass.
+# What does the finished kernel still lack? The package's kernel adds what users need: any head_dim
+# up to 256, windows, grouped heads, strides, and :term:`lse <logsumexp>` for the backward pass.
 #
 # .. dropdown:: The package's kernel, and what it adds to the last rung
 #
@@ -2459,10 +2478,10 @@ lab.together(allowed, every_check, relations)
 # How fast is it?
 # ---------------
 #
-# The best libraries are still faster than our kernel in plain Triton. FlexAttention, *SDPA flash*
-# (FlashAttention-2) and *SDPA cuDNN* (NVIDIA's) come with PyTorch. *FlashAttention* is
-# FlashAttention 4; we have not timed version 3, which must be built from source. Every point has
-# 16,384 tokens.
+# How close does plain Triton come to the best libraries? They are still faster. FlexAttention,
+# *SDPA flash* (FlashAttention-2) and *SDPA cuDNN* (NVIDIA's) come with PyTorch. *FlashAttention* is
+# version 4; version 3, which must be built from source, is not timed. Every point has 16,384
+# tokens.
 
 # Measuring
 LENGTHS = [1024, 4096, 16384]
@@ -2771,9 +2790,10 @@ lab.together(short_lengths, facts, per_call, small)
 # What breaks it
 # --------------
 #
-# **A descriptor that flattens the heads.** If a descriptor presents all heads as one matrix of
-# (heads · length) rows, the copy engine does not know where a head ends. Take two heads of 20 rows
-# and tiles of 16, and let the program for the last tile of the *first* head multiply it by ten:
+# **A descriptor that flattens the heads.** What if a descriptor presents all heads as one matrix of
+# (heads · length) rows? The copy engine then does not know where a head ends. Take two heads of 20
+# rows and tiles of 16, and let the program for the last tile of the *first* head multiply it by
+# ten:
 #
 # .. code-block:: python
 #
@@ -2819,8 +2839,8 @@ lab.table(rows, "Rows that the program of head 0 wrote")
 
 # %%
 # The 12 rows belong to another head. In attention, the program would write wrong numbers there, and
-# that head's own program the right ones: whichever finishes last wins. Tests miss this when the
-# length is a multiple of the tile.
+# that head's own program the right ones: whichever finishes last wins. Only lengths that are no
+# multiple of the tile show this, so test those.
 
 
 # Measuring

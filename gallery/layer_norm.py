@@ -65,11 +65,11 @@ def simple_layer_norm(x, w, b, eps=1e-5):
 
 
 # %%
-# PyTorch runs each operation as a separate :term:`kernel`, which reads its input from the GPU's
-# main memory (:term:`HBM`) and writes its output back. The seven operations on whole rows read 7
-# times and write 5 times: six times the bytes of a single read and write. They can therefore reach
-# at most a sixth of the speed of a copy, which reads and writes each byte once. The arithmetic is
-# only seven additions and multiplications per element, which take less time (:term:`roofline`).
+# *How fast can this be?* PyTorch runs each operation as a separate :term:`kernel`, which reads its
+# input from the GPU's main memory (:term:`HBM`) and writes its output back. The seven operations on
+# whole rows read 7 times and write 5 times. A copy reads and writes once, so they can reach at most
+# a sixth of its speed. The arithmetic, seven additions and multiplications per element, takes less
+# time (:term:`roofline`).
 #
 # The idea
 # --------
@@ -93,7 +93,8 @@ def simple_layer_norm(x, w, b, eps=1e-5):
 # The mathematics
 # ---------------
 #
-# Every kernel in this chapter follows these formulas for a row :math:`x` of :math:`N` elements:
+# What must a kernel compute? All of ours follow these formulas for a row :math:`x` of :math:`N`
+# elements:
 #
 # .. math::
 #
@@ -135,8 +136,8 @@ lab.table(
 )
 
 # %%
-# We compute the mean first because the other common formula for the variance, the mean of the
-# squares minus the square of the mean, loses digits when the mean is large:
+# Could the other common formula for the variance, the mean of the squares minus the square of the
+# mean, save a pass? It loses digits when the mean is large:
 
 rows = []
 for mean in (0, 100, 1000, 10_000):
@@ -160,15 +161,17 @@ lab.table(rows, "The variance of 4,096 numbers in float32, two ways")
 lab.read(
     "In the last line, both the mean of the squares and the square of the mean are near 100 "
     "million. Neighbouring float32 numbers lie 8 apart there, so the difference of the two is a "
-    "multiple of 8" + (", and here even negative." if one_step < 0 else ".")
+    "multiple of 8"
+    + (", and here even negative" if one_step < 0 else "")
+    + ". We therefore compute the mean first."
 )
 
 # %%
 # Three reads: a loop
 # -------------------
 #
-# The simplest kernel loops over the row three times: once for each sum and once for the output.
-# Each iteration loads a block of ``BLOCK`` columns, so rows may have any length.
+# How can one kernel take rows of any length? The simplest one loops over the row three times, once
+# for each sum and once for the output, and loads ``BLOCK`` columns per iteration.
 
 import triton
 import triton.language as tl
@@ -220,9 +223,9 @@ torch.testing.assert_close(y, F.layer_norm(x, (1000,), w, b))
 # One read: whole rows
 # --------------------
 #
-# A :term:`program` that holds its row in :term:`registers <register>`, the fastest storage on the
-# chip, need not read it again. It loads the row as a single block, and the loops disappear along
-# with half of the bytes:
+# Must a :term:`program` read its row three times? Not if it holds the row in :term:`registers
+# <register>`, the fastest storage on the chip. It then loads the row as a single block, and the
+# loops disappear along with half of the bytes:
 
 
 @triton.jit
@@ -257,10 +260,10 @@ one_read_kernel[(1,)](x_of_eight, w_of_eight, b_of_eight, found, 8, 0.0, BLOCK=8
 torch.testing.assert_close(found.cpu(), y_of_eight)
 
 # %%
-# We time the kernels of the finished operator, ``kernelbook.layer_norm``, which follow the same
-# steps but take more care of the digits. The yardstick is a copy of the same tensor, here of 32,768
-# rows of 4,096 columns or 4,096 rows of 32,768. Each figure and table was timed separately, so they
-# may differ by a few points.
+# How much faster is one read? We time the kernels of the finished operator,
+# ``kernelbook.layer_norm``, which follow the same steps but take more care of the digits. The
+# yardstick is a copy of the same tensor, of 134 million numbers. Figures and tables were timed
+# separately, so they may differ by a few points.
 
 # Folded: The timed kernels whole: the loop and the whole row
 lab.listing(
@@ -431,43 +434,33 @@ in_copies = {  # a copy moves N twice
 four = ("x - mean", "deviation * rstd", "… * w", "… + b")
 by_four = sum(in_copies.get(of, nan) for of in four)
 copies = sum(in_copies.values()) or nan
-lab.read(
-    (
-        f"**At 4,096 columns, reading once makes layer norm {nearly}as fast as a copy** on {gpu}, "
-        "whose numbers the text quotes. "
-        if share["one program", 4096] > 90
-        else "**At 4,096 columns, reading once brings layer norm to "
-        f"{share['one program', 4096]:.0f} % of the speed of a copy** on {gpu}, whose numbers the "
-        "text quotes. "
-    )
-    + (
-        f"The seven operations reach only {seven:.0f} %, instead of the sixth that their bytes "
-        "allow; the fold shows where the time goes."
-        if seven < 15
-        else f"The seven operations reach {seven:.0f} %."
-    )
-)
-
-# %%
-
-# Reading
-at_half = 47 < share["loop", 32768] < 55
-cached = share["loop", 4096] > 60
-lab.read(
-    "Three reads and a write allow half the speed of a copy if all of them go to main memory. "
-    + (
-        "At 32,768 columns the loop is close to that half. "
-        if at_half
-        else f"At 32,768 columns the loop reaches {share['loop', 32768]:.0f} %. "
-    )
-    + (
-        f"At 4,096 it reaches {share['loop', 4096]:.0f} %, so the caches must still hold part of "
-        "the row. "
-        if cached
-        else ""
-    )
-    + f"Even the whole row reaches only {share['one program', 32768]:.0f} % at 32,768 columns, so "
-    "long rows need two more ideas. First, however, we turn to rounding, which spoils some rows."
+cached = share["loop", 4096] > 55
+lab.together(
+    lab.read(
+        "**At 4,096 columns, reading once "
+        + (
+            f"makes layer norm {nearly}as fast as a copy"
+            if share["one program", 4096] > 90
+            else f"brings layer norm to {share['one program', 4096]:.0f} % of the speed of a copy"
+        )
+        + f"** on {gpu}, whose numbers the text quotes."
+    ),
+    lab.read(
+        "Three reads and a write allow half the speed of a copy. At 32,768 columns the loop "
+        + (
+            "is close to that half"
+            if 47 < share["loop", 32768] < 55
+            else f"reaches {share['loop', 32768]:.0f} %"
+        )
+        + "; at 4,096 it is faster, so the caches must serve some of its reads."
+        * cached
+        + "." * (not cached)
+    ),
+    lab.read(
+        f"Even the whole row reaches only {share['one program', 32768]:.0f} % at 32,768 columns, "
+        "so long rows need two more ideas. First, however, we turn to rounding, which spoils some "
+        "rows."
+    ),
 )
 
 # %%
@@ -478,8 +471,10 @@ beats = share["loop", 4096] > 1.03 * share["PyTorch", 4096]
 once, everywhere = [line["ms"] for line in stored.rows or [{"ms": nan}] * 2]
 lab.together(
     lab.read(
-        "The seven operations move the bytes of six copies but take as long as "
-        f"{copies:.0f}. {'Most' if by_four > 0.6 * copies else f'{100 * by_four / copies:.0f} %'} "
+        f"The seven operations reach {seven:.0f} % of the speed of a copy"
+        + ", instead of the sixth that their bytes allow" * (seven < 15)
+        + f": they move the bytes of six copies but take as long as {copies:.0f}. "
+        f"{'Most' if by_four > 0.6 * copies else f'{100 * by_four / copies:.0f} %'} "
         "of that time goes to the four that broadcast an operand, such as the mean of a row:"
     ),
     single,
@@ -744,7 +739,7 @@ costs = {
 }
 dearest = max(costs, key=costs.get, default=0)
 said = (
-    "**The correction turns rows of equal numbers into zeros**. "
+    "**The correction turns rows of equal numbers into zeros.** "
     if with_it == 0 < without_it
     else ""
 )
@@ -770,18 +765,25 @@ if gained.rows:
             else ""
         )
     )
-if costs:
-    said += "The three lines cost " + (
-        "no measurable time."
+cost = (
+    "The three lines cost "
+    + (
+        "no measurable time"
         if costs[dearest] <= 0
-        else "less than one percentage point of the speed of a copy."
+        else "less than one percentage point of the speed of a copy"
         if costs[dearest] < 0.95
-        else f"at most {costs[dearest]} percentage points of the speed of a copy."
+        else f"at most {costs[dearest]} percentage points of the speed of a copy"
     )
-lab.read(said) if said else None
+    + ", so every float32 kernel can afford them." * (costs[dearest] < 0.95)
+    + "." * (costs[dearest] >= 0.95)
+    if costs
+    else ""
+)
+lab.together(
+    *(lab.read(text.strip()) for text in (said, cost) if text)
+) if said else None
 
 # %%
-# The operator corrects the mean too where it must, and guards every step against overflow.
 
 # Folded: What the correction cannot repair: the mean is still rounded to float32
 row = torch.tensor([[2.0**24, 2.0**24 + 2]], device=runtime.DEVICE)
@@ -906,9 +908,8 @@ lab.together(
 # Longer rows: packed
 # -------------------
 #
-# Why is one read not enough at 32,768 columns? While a program computes, it loads nothing, so a
-# second program on the same :term:`SM` could load its row meanwhile. Does an SM have room for two
-# such rows?
+# Why is one read not enough at 32,768 columns? While a program computes, it loads nothing. A
+# second program on the same :term:`SM` could load its row meanwhile, if two rows fit there.
 
 
 # Measuring
@@ -983,7 +984,8 @@ alone = found.get(("one read, 32,768", 1), {})
 threads = 32 * alone.get("warps", nan)
 fills = alone.get("of a program", nan) > 65536 / 2
 lab.read(
-    ("**Not if their numbers are widened to float32.** " if fills else "")
+    "**They do not if their numbers are widened to float32.** "
+    * fills
     + f"Each of a program's {threads:.0f} threads then holds {32768 / threads:.0f} numbers, one "
     "per register. With addresses and results it needs "
     f"{alone.get('registers per thread', nan)} registers, and the whole program "
@@ -1036,22 +1038,20 @@ lab.source(widen)
 #        deviation = tl.where(cols < n_cols, widen(x[piece], tl.bfloat16) - mean, 0.0)
 #        m2 += deviation * deviation
 #
-# A third loop widens the pieces once more, for the output. The compiler could keep the widened
-# numbers of one loop for the next. ``afresh`` is meant to prevent this: it adds ``zero``, an
-# argument that is always 0, which the compiler cannot know.
-#
-# The mean needs no correction here, because up to 65,536 equal bfloat16 numbers add up exactly in
-# float32 (the fold explains this, and what float16 needs).
+# A third loop widens the pieces once more, for the output. ``afresh`` is meant to keep the compiler
+# from holding the widened numbers of one loop for the next: it adds ``zero``, which is always 0,
+# but the compiler cannot know that.
 
-# Folded: The packed kernel whole, and how it keeps digits and registers
+# Folded: The packed kernel whole, why its mean needs no correction, and how it saves registers
 lab.together(
     lab.read(
         "A bfloat16 uses only 8 of the 24 significant bits of float32, so the sum of 65,536 of "
-        "them is exact if all lie between two neighbouring powers of two, as equal numbers do. In "
-        "other rows the sum may be rounded, but the numbers there differ by at least a 256th of "
-        "the larger, because of their 8 bits, and a sum with 24 bits loses far less. A float16 has "
-        "11 significant bits, so `mean_of_pairs` sums the leading bits and the others separately. "
-        "`SMALL`, 2 to the power of −16, keeps the sum from overflowing."
+        "them is exact if all lie between two neighbouring powers of two, as equal numbers do. "
+        "Their mean therefore needs no correction. In other rows the sum may be rounded, but the "
+        "numbers there differ by at least a 256th of the larger, because of their 8 bits, and a "
+        "sum with 24 bits loses far less. A float16 has 11 significant bits, so `mean_of_pairs` "
+        "sums the leading bits and the others separately. `SMALL`, 2 to the power of −16, keeps "
+        "the sum from overflowing."
     ),
     lab.read(
         "`where_piece` says which columns of a piece are inside the row: all of them, if `FULL` "
@@ -1118,7 +1118,7 @@ without_gain = [  # on other GPUs: the GPU, its share of a copy, and how long it
         there,
         other.at(provider="copy", columns=32768)["ms"].item()
         / ladder.at(provider="copy", columns=32768)["ms"].item(),
-        " (with older kernels)" * bool(other.mark),
+        " (measured with an older version of the kernels)" * bool(other.mark),
     )
     for other in ladder.elsewhere
     if not ladder.at(provider="copy", columns=32768).empty
@@ -1128,15 +1128,11 @@ without_gain = [  # on other GPUs: the GPU, its share of a copy, and how long it
 ]
 lab.together(
     lab.read(
-        (
-            f"Alone on its SM, the packed kernel reaches only {lone[0]:.0f} %"
-            + (", less even than the whole row. " if lone[0] < held[0] - 2 else ". ")
-            if two_matter
-            else f"Alone on its SM, the packed kernel reaches {lone[0]:.0f} %, so the second "
-            "program makes no difference. "
-        )
-        + "In your own kernel, multiply the registers per thread by the threads: two programs fit "
-        "if the product is at most half of 65,536."
+        f"Alone on its SM, the packed kernel reaches only {lone[0]:.0f} %"
+        + (", less even than the whole row." if lone[0] < held[0] - 2 else ".")
+        if two_matter
+        else f"Alone on its SM, the packed kernel reaches {lone[0]:.0f} %, so the second "
+        "program makes no difference."
     ),
     lab.read(
         " ".join(
@@ -1147,6 +1143,12 @@ lab.together(
     )
     if without_gain
     else None,
+    lab.read(
+        "In your own kernel, multiply the registers per thread by the threads: two programs fit if "
+        "the product is at most half of 65,536."
+        + " Time both versions, though, because the gain depends on the GPU."
+        * bool(without_gain)
+    ),
 )
 
 # %%
@@ -1178,8 +1180,8 @@ lab.together(
 # How can a row be read once if no SM can hold it, such as one of 262,144 columns? Several programs
 # share it, each of which keeps a part. All that they need from each other is the *moments* of the
 # parts: the mean :math:`m` and the sum of squared deviations :math:`M` (``m2`` in the code). They
-# :term:`exchange` them through *slots*, one per part, in memory that is zero at first (as in
-# :doc:`softmax </chapters/softmax>`). Here, four programs share the row of eight:
+# :term:`exchange` them through *slots* in memory, as in :doc:`softmax </chapters/softmax>`. Here,
+# four programs share the row of eight:
 #
 # .. image:: /figures/layer-norm-parts.svg
 #    :alt: A row of eight numbers in four parts: 1 and 3, 2 and 6, 5 and 5, 0 and 2. Each of four
@@ -1224,17 +1226,18 @@ as_read, as_apart = (
     for distances in (apart, apart - shift)
 )
 lab.read(
-    "The parts of a row lie along axis 1, numbered from 0 in `parts`, and `counts` says how many "
-    "columns each has. Averaging large means would lose digits, so the code averages only how far "
+    "The parts of a row lie along axis 1, numbered from 0 in `parts`, with `counts` columns in "
+    "each. Averaging large means would lose digits, so the code averages only how far "
     f"they are `apart` from the first, the `pivot`. In the picture the pivot is {means[0]:.0f} and "
     f"`apart` is ({as_read}). The average of these, `shift`, is {shift:.0f}, and "
     f"{means[0]:.0f} + {shift:.0f} is the row's mean."
 )
 
 # %%
-# Around the merge, the kernel follows the picture. Mean and M reach a slot together, as one number
-# of 64 bits. If a slot is still zero after ``max_polls`` looks, a program computes the moments of
-# all parts itself, so the result is right even if the programs of a row never run at the same time.
+# A program must also know when a slot is full. Every slot is zero at first, and mean and M reach it
+# together, as one number of 64 bits. If one is still zero after ``max_polls`` looks, the program
+# computes the moments of all parts itself, so the result is right even if the programs of a row
+# never run at the same time.
 
 # Folded: The split kernel whole, and what it does around the merge
 lab.together(
@@ -1319,8 +1322,8 @@ lab.read(
 ) if parted == parted else None
 
 # %%
-# Each kernel serves up to the length at which the next is faster or its own rows no longer fit.
-# Long rows in float32, whose numbers cannot be packed, are split at once:
+# Which kernel does a row get? Each serves up to the length at which the next is faster or its own
+# rows no longer fit. Float32 numbers cannot be packed, so long rows of them are split:
 
 longest = tuned.MAX_PARTS * tuned.MAX_PART_COLS
 lab.table(
@@ -1363,20 +1366,17 @@ for other in ladder.elsewhere:
         100 * other.share(name, columns=32768)
         for name in ("one program", "Kernel Book")
     )
+    if theirs - there < 1:
+        continue  # the text has it
     said += (
         f"On an {other.provenance['gpu'].split()[1]}, whole rows of 32,768 columns already reach "
-        f"{there:.0f} %, "
-        + (
-            "and packing adds nothing"
-            if theirs - there < 1
-            else f"and packing adds {theirs - there:.0f} points"
-        )
+        f"{there:.0f} %, and packing adds {theirs - there:.0f} points"
         + (" (measured with an older kernel). " if other.mark else ". ")
     )
 for there, _, slower, _ in without_gain:
     said += (
-        f"The memory of the {there} is slower, so that a copy of such rows takes {slower:.1f} "
-        "times as long, and one program per SM may be enough to keep it busy. We did not test "
+        f"The memory of the {there} is slower, so that a copy at 32,768 columns takes {slower:.1f} "
+        "times as long, and one whole row per SM may be enough to keep it busy. We did not test "
         "this. "
         if slower > 1.05
         else ""
@@ -1490,7 +1490,8 @@ if left.rows:
     mine += " of" * (mine != "all")
     said += (
         f"**Our kernels turn rows of equal numbers into zeros in {mine} {len(ours)} "
-        f"combinations of kernel, length and dtype, PyTorch in {pytorch}.**"
+        f"combinations of kernel, length and dtype, PyTorch in {pytorch}.** Test such rows too: "
+        "the right output is the bias, here 0."
     )
 lab.read(said)
 
@@ -1633,8 +1634,8 @@ def beaten():
     cases = len(in_dtypes) * len(COLUMNS)
     names = " or ".join(sorted({row["library"] for row in losses}))
     return (
-        f"A library is more than 1 % faster in {'only ' * (3 * len(losses) < cases)}{len(losses)} "
-        f"of {cases} cases, float32 included: {names} leads there by "
+        f"**A library is more than 1 % faster in {'only ' * (3 * len(losses) < cases)}"
+        f"{len(losses)} of {cases} cases**, float32 included: {names} leads there by "
         f"{'up to ' * (len(losses) > 1)}{max(leads):.0f} %."
     )
 
@@ -1656,7 +1657,7 @@ lowest = [  # of each library, at the lengths at which the operator is fast
     if reached
 ]
 below = 10 * (max(lowest, default=100) // 10 + 1)
-lab.read(
+said = (
     f"**In bfloat16 the operator stays above {others:.0f} % of the speed of a copy "
     + (
         f"up to {COLUMNS[-2]:,} columns"
@@ -1669,16 +1670,16 @@ lab.read(
     + ", where a packed row fills an SM," * (slowest == tuned.PACKED_COLS)
     + f" it reaches {least:.0f} %, "
     + (
-        "still more than any library. "
+        "still more than any library."
         if least > 100 * peer
-        else f"against {100 * peer:.0f} for the fastest library, {name}. "
+        else f"against {100 * peer:.0f} for the fastest library, {name}."
     )
-    + f"{beaten()} {about_quack(forward)}".rstrip()
 )
+lab.together(lab.read(said), lab.read(beaten()))
 
 # %%
 
-# Folded: The figure for float32, every lead of a library, and how they are called
+# Folded: The figure for float32, every lead of a library, how each is called, and where quack falls
 timed_again = {  # our kernels in bfloat16, in both sweeps
     n: [
         100 * forward.share("Kernel Book", dtype="bfloat16", columns=n),
@@ -1724,7 +1725,7 @@ lab.together(
         "float32 only; the others get them in the dtype of `x`. Two timings of our kernels in "
         "bfloat16, taken from this chapter's figures and tables, differ by up to "
         f"{scatter:.1f} points. In float32 the small kernel with the correction stays within "
-        f"{apart:.1f} points of the operator up to 8,192 columns."
+        f"{apart:.1f} points of the operator up to 8,192 columns. {about_quack(forward)}".rstrip()
     ),
 )
 
@@ -1806,18 +1807,20 @@ called, alone, theirs, theirs_alone = (
     )
 )
 slow_call = called[0] > theirs[0]
+fewest = small.rows[0]["rows"] if small.rows else 16
 lab.read(
     (
         "Two kinds of call are slower than the figure suggests. **The first is a call with few "
-        "rows**, because the figure times the GPU alone. With the host included, our smallest call "
-        f"takes {called[0]:.0f} µs and PyTorch's {theirs[0]:.0f}. "
+        "rows**, because the figure times the GPU alone. With the host included, ours takes "
+        f"{called[0]:.0f} µs for {fewest} rows of 1,024 columns, and PyTorch's {theirs[0]:.0f}. "
         if slow_call
-        else "The figures time the GPU alone. With the host included, our smallest call takes "
-        f"{called[0]:.0f} µs and PyTorch's {theirs[0]:.0f}. "
+        else "The figures time the GPU alone. With the host included, ours takes "
+        f"{called[0]:.0f} µs for {fewest} rows of 1,024 columns, and PyTorch's {theirs[0]:.0f}. "
     )
     + (
         "The host makes this difference, because it prepares our call in Python and PyTorch's in "
-        "C++: in a CUDA graph, which replays prepared launches, ours is no slower."
+        "C++. Record such calls in a CUDA graph, which replays prepared launches: there ours is no "
+        "slower."
         if slow_call and alone[0] <= 1.02 * theirs_alone[0]
         else "In a CUDA graph, which replays prepared launches, the two take "
         f"{alone[0]:.1f} and {theirs_alone[0]:.1f} µs."
@@ -1950,21 +1953,20 @@ lab.table(
 # %%
 
 # Reading
-lab.read(
-    (
-        "Where 8 divides the length, little is lost. "
-        if ours[1000] > even["Kernel Book"] - 5
-        else ""
-    )
-    + f"Where a thread must load single numbers, our kernel falls to {ours[4101]:.0f} %. "
-    + " ".join(
-        f"`{name}` is faster at {' and '.join(leads)} columns, by "
-        f"{'up to ' * (len(leads) > 1)}{max(leads.values())} points."
-        for name, leads in ahead_at.items()
-        if leads
-    )
-    + " Choose a multiple of 16 if you can: rows are then aligned in every dtype, and Triton tells "
-    "the compiler so by itself."
+lab.together(
+    lab.read(
+        f"Where a thread must load single numbers, our kernel falls to {ours[4101]:.0f} %. "
+        + " ".join(
+            f"`{name}` is faster at {' and '.join(leads)} columns, by "
+            f"{'up to ' * (len(leads) > 1)}{max(leads.values())} points."
+            for name, leads in ahead_at.items()
+            if leads
+        )
+    ),
+    lab.read(
+        "Choose a multiple of 16 if you can: rows are then aligned in every dtype, and Triton "
+        "tells the compiler so by itself."
+    ),
 ) if ours else None
 
 # %%
@@ -2017,7 +2019,7 @@ lab.together(
 # What breaks it
 # --------------
 #
-# Three mistakes can make layer norm silently wrong. Two appeared above: computing the variance from
+# What makes layer norm silently wrong? Two mistakes appeared above: computing the variance from
 # squares and, in float32, leaving the mean uncorrected. The third is omitting ``tl.where``. Each
 # zero of the padding, which here fills up a block of 1,024, then adds the square of the mean:
 

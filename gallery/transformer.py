@@ -103,10 +103,10 @@ lab.source(decoder.Block.forward)
 # ``attend`` computes q, k and v in one matmul, splits each into heads, and joins the heads again
 # after attention. ``feed_forward`` is ``down(gelu(up(x)))``.
 #
-# **A layer has four matmuls with weights, which we leave to cuBLAS; between them lie the operators
-# that we can replace.** Of the five model sizes in CS336 we follow *large*: 36 layers, a
-# ``d_model`` of 1,280 split into 20 heads of 64 numbers, a feed-forward width of 5,120, and a batch
-# of 4 sequences.
+# Of the five model sizes in CS336 we follow *large*: 36 layers, a ``d_model`` of 1,280 split into
+# 20 heads of 64 numbers, a feed-forward width of 5,120, and a batch of 4 sequences. **A layer has
+# four matmuls with weights, which we leave to cuBLAS; between them lie the operators that we can
+# replace.**
 
 # %%
 
@@ -162,8 +162,9 @@ lab.together(
 # Where the time goes
 # -------------------
 #
-# An object ``training`` holds a model, its optimiser and a batch. It has one method for each of the
-# three passes of a step, and ``whole()`` runs all three:
+# Which operations take the time of a step? To time them, we use an object ``training``, which holds
+# a model, its optimiser and a batch. It has one method for each of the three passes of a step, and
+# ``whole()`` runs all three:
 #
 # .. code-block:: python
 #
@@ -184,8 +185,9 @@ lab.together(
 #    torch.cuda.synchronize()
 #    print(1e3 * (time.perf_counter() - begin), "ms")
 #
-# We time the step in float32 and under ``torch.autocast``, which runs the matmuls in bfloat16.
-# Unless we say otherwise, the model is *large* at a context of 1,024.
+# We time the step in float32, with TF32 off as is PyTorch's default, and under ``torch.autocast``,
+# which runs the matmuls in bfloat16. Unless we say otherwise, the model is *large* at a context of
+# 1,024.
 
 # %%
 
@@ -615,8 +617,7 @@ products = {dtype: in_groups(dtype, ["matmul"]) for dtype in DTYPES}
 casts = {dtype: in_groups(dtype, [CASTS]) for dtype in DTYPES}
 all_kernels = {dtype: in_groups(dtype, ["kernels"]) for dtype in DTYPES}
 lab.read(
-    f"In float32 the kernels of a step take {all_kernels['float32']:.0f} ms. (TF32 is off, "
-    "PyTorch's default.) Autocast makes them "
+    "Autocast makes the kernels of a step "
     f"{all_kernels['float32'] / all_kernels['bfloat16']:.1f} times as fast, because it runs "
     "the matmuls on the matrix units, where they are "
     f"{products['float32'] / products['bfloat16']:.0f} times as fast. **The matmuls now take only "
@@ -813,10 +814,9 @@ at_speed = [  # of the numbers that the table shows
 by_flops = 1e3 * (4 * head) * n_scores / of_matmul
 products_range = inside[OF_MATMULS]["ms, measured"]
 lab.read(
-    "**Bytes explain much of these times; FLOPs explain little.** At the speed of a large matmul "
-    f"the first row would take {by_flops:.1f} ms instead of {products_range:.1f}. At the speed of "
-    f"a large copy the rows would take {min(at_speed):.0f} to {max(at_speed):.0f} % of their "
-    "times; we did not measure where the rest goes."
+    f"**Bytes explain {min(at_speed):.0f} to {max(at_speed):.0f} % of these times; FLOPs explain "
+    "little**: at the speed of a large matmul the first row would take "
+    f"{by_flops:.1f} ms instead of {products_range:.1f}."
 )
 
 # %%
@@ -826,10 +826,9 @@ lab.read(
 #    As long as attention stores its table, a step under autocast spends most of its time in
 #    operations that mainly move bytes. To know how fast they can be, count bytes, not FLOPs.
 #
-# In the profile, casts and copies grew most. :term:`Autocast <autocast>` leaves the parameters in
-# float32 and runs each operation in the dtype that PyTorch lists for it: linear layers in bfloat16;
-# softmax, layer norm and the loss in float32. So it casts tensors before and after softmax and
-# after layer norm, and every weight before its matmul.
+# Casts and copies grew most in the profile, because :term:`autocast` runs each operation in the
+# dtype that PyTorch lists for it: linear layers in bfloat16; softmax, layer norm and the loss in
+# float32. So it casts tensors between them, and every weight before its matmul.
 
 
 # Measuring
@@ -892,7 +891,8 @@ lab.read(
     )
     + (
         (
-            f"**Most of this time, {by_tensor[where_cast]:.1f} ms, goes to the table of scores.**"
+            f"**Most of this time, {by_tensor[where_cast]:.1f} ms, goes to the table of scores**, "
+            "so a kernel that never stores the table saves these casts too."
             if by_tensor[where_cast] > 0.6 * in_all
             else "**They belong to several tensors**; those of the table of scores take "
             f"{by_tensor[where_cast]:.1f} ms."
@@ -1013,9 +1013,9 @@ kinds_of_cast = dict(
 )
 lab.together(
     lab.read(
-        "The shapes that the profiler records tell us which tensor a cast or a copy belongs to. "
-        "Those of the parameters and their gradients take "
-        f"{by_tensor[others_cast]:.1f} ms of a step."
+        "Autocast leaves the parameters in float32. The shapes that the profiler records tell us "
+        "which tensor a cast or a copy belongs to. Those of the parameters and their gradients "
+        f"take {by_tensor[others_cast]:.1f} ms of a step."
     )
     if cast_ms.rows
     else None,
@@ -1045,10 +1045,10 @@ lab.together(
 # Where the memory goes
 # ---------------------
 #
-# What forward keeps for backward fills most of the memory and so limits the context. We count it
-# for one layer and a batch of :math:`B` sequences of :math:`T` tokens, :math:`N = B T` in
-# all. The layer has width :math:`d`, a feed-forward network of width :math:`f`, and :math:`H`
-# heads. In float32 it keeps:
+# What forward keeps for backward fills most of the memory and so limits the context. Which tensors
+# are these? We count them for one layer and a batch of :math:`B` sequences of :math:`T` tokens,
+# :math:`N = B T` in all. The layer has width :math:`d`, a feed-forward network of width :math:`f`,
+# and :math:`H` heads. In float32 it keeps:
 #
 # - the inputs of both layer norms and of the four linear layers ``qkv``, ``out``, ``up`` and
 #   ``down``, and the input of GELU: :math:`5 N d + 2 N f` numbers;
@@ -1240,26 +1240,17 @@ off = [100 * (row["kept, GiB"] / row["on paper, GiB"] - 1) for row in memory.row
 ]
 state = 12 * parameters(largest_size) / 2**30
 copies = 2 * parameters(largest_size) / 2**30
-table_share = {
-    dtype: 100 * found["attention tables"] / sum(found.values())
-    for dtype in DTYPES
-    for found in [kept_in_layer(CONTEXT, dtype)]
-}
+by_term = kept_in_layer(CONTEXT)
+table_share = 100 * by_term["attention tables"] / sum(by_term.values())
 in_tables = (
     kept_on_paper(SIZES["large"], BATCH, CONTEXT, "bfloat16")
     - kept_on_paper(SIZES["large"], BATCH, CONTEXT, "bfloat16", squares=False)
 ) / 2**30
-kept_mib = {
-    dtype: sum(kept_in_layer(CONTEXT, dtype).values()) / 2**20 for dtype in DTYPES
-}
-assert kept_mib["bfloat16"] > kept_mib["float32"]
 lab.read(
     "**The attention tables grow with the square of the context; at 1,024 they already make up "
-    f"{table_share['float32']:.0f} % of what a layer keeps.** Under autocast a layer keeps more, "
-    f"{kept_mib['bfloat16']:.0f} MiB instead of {kept_mib['float32']:.0f}: most other activations "
-    "halve, but the output of softmax is kept in both dtypes, and the cast weights are added. The "
-    f"tables now make up {table_share['bfloat16']:.0f} %, or {in_tables:.1f} GiB over all layers, "
-    "which attention without a table should save."
+    f"{table_share:.0f} % of what a layer keeps.** Under autocast they are larger "
+    "still, because the output of softmax is kept in both dtypes: "
+    f"{in_tables:.1f} GiB over all layers, which attention without a table should save."
 )
 
 # %%
@@ -1285,8 +1276,7 @@ lab.table(
 )
 
 # %%
-# With :term:`checkpointing` a layer keeps only its input and recomputes the rest in backward, which
-# saves memory but costs time.
+# With :term:`checkpointing` a layer keeps only its input and recomputes the rest in backward.
 
 
 # Measuring
@@ -1450,13 +1440,32 @@ allocations = lab.measure(
 
 # %%
 
-# Folded: What does checkpointing save, and which lines allocate the largest tensors?
+# Reading
 peak = {
     version: max(
         (row["most, GiB"] for row in of_version(timeline.rows, version)), default=nan
     )
     for version in ("all kept", "checkpointed")
 }
+step_took = {
+    row["version"]: sum(row[f"{part}, ms"] for part in PASSES)
+    for row in checkpoint_ms.rows
+}
+lab.read(
+    f"**In float32 this lowers the peak of a step from {peak['all kept']:.1f} GiB to "
+    f"{peak['checkpointed']:.1f}**, at the price of another forward pass"
+    + (
+        f": the step takes {step_took['checkpointed']:.0f} ms instead of "
+        f"{step_took['all kept']:.0f}. "
+        if len(step_took) == 2
+        else ". "
+    )
+    + "Attention without a table recomputes too, but only the scores."
+)
+
+# %%
+
+# Folded: What does checkpointing save, and which lines allocate the largest tensors?
 paper = kept_on_paper(SIZES["large"], BATCH, CONTEXT, "float32") / 2**30
 inputs_of_layers = BATCH * CONTEXT * SIZES["large"].d_model * 4 / 2**30
 spared = (SIZES["large"].layers - 1) * (
@@ -1465,10 +1474,6 @@ spared = (SIZES["large"].layers - 1) * (
 its_gradients = 4 * parameters(SIZES["large"]) / 2**30
 at_first = 12 * parameters(SIZES["large"]) / 2**30
 in_forward = sum(kept_in_layer(CONTEXT).values()) / 2**20
-step_took = {
-    row["version"]: sum(row[f"{part}, ms"] for part in PASSES)
-    for row in checkpoint_ms.rows
-}
 size = SIZES["large"]
 table_mib = BATCH * size.heads * CONTEXT**2 * 4 / 2**20
 hidden_mib = BATCH * CONTEXT * size.d_ff * 4 / 2**20
@@ -1490,15 +1495,8 @@ lab.together(
         f"The parameters and AdamW's averages take {at_first:.1f} GiB; the lines start higher "
         "because their first point already includes tensors of the first layer. Forward adds the "
         f"{in_forward:.0f} MiB that we counted for each layer, and backward releases them while "
-        f"the gradients grow. **Checkpointing lowers the peak from {peak['all kept']:.1f} GiB to "
-        f"{peak['checkpointed']:.1f} at the price of another forward pass**"
-        + (
-            f": the step takes {step_took['checkpointed']:.0f} ms instead of "
-            f"{step_took['all kept']:.0f}. "
-            if len(step_took) == 2
-            else ". "
-        )
-        + f"By our count it would save {spared:.1f} GiB. It saves less because the peak moves to "
+        f"the gradients grow. By our count checkpointing would save {spared:.1f} GiB of the peak. "
+        "It saves less because the peak moves to "
         f"the end of backward, when all gradients ({its_gradients:.1f} GiB) are in memory too."
     ),
     lab.table(
@@ -1516,11 +1514,10 @@ lab.together(
 # Attention without the table
 # ---------------------------
 #
-# Attention is the first operator to replace, because its table is the largest tensor to move and to
-# keep. Two versions never store it: :doc:`the book's attention </chapters/attention_forward>` and
-# SDPA, for which we always time the faster of the backends *flash* and *cuDNN*. First we time
-# causal attention alone, in bfloat16, in the course's shape: a batch of 8 and one head of 64
-# numbers.
+# How fast is attention without its table, the largest tensor to move and to keep? Two versions
+# never store it: :doc:`the book's attention </chapters/attention_forward>` and SDPA, for which we
+# always time the faster of the backends *flash* and *cuDNN*. We first time causal attention alone,
+# in bfloat16, in the course's shape: a batch of 8 and one head of 64 numbers.
 
 # Measuring
 ours = partial(attention, is_causal=True)
@@ -1815,7 +1812,7 @@ lab.read(
 
 # %%
 
-# Folded: How is attention for other lengths and heads, and where does it run out of memory?
+# Folded: How fast is attention at other lengths and head sizes, and where does memory run out?
 table_gib = 8 * 65536**2 * 2 / 2**30  # a batch of 8, one head, bfloat16
 lab.together(
     lab.table(
@@ -1856,8 +1853,8 @@ lab.together(
 # What each operator is worth in a layer
 # --------------------------------------
 #
-# To see what each operator is worth, we replace them one at a time. The model takes its operators
-# as arguments, so defining a version takes one line. An operator that a line omits is PyTorch's;
+# How much does each operator save? We replace them one at a time. The model takes its operators as
+# arguments, so defining a version takes one line. An operator that a line omits is PyTorch's;
 # ``ours`` is the book's attention with a causal mask.
 
 sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
@@ -1885,8 +1882,7 @@ VERSIONS = {
 #        block.compile(dynamic=False)
 #
 # ``torch.compile`` fuses PyTorch's layer norm, dropout, GELU and additions into a few kernels. It
-# fuses nothing into ours: it merely launches the kernels of our layer norm and dropout itself, and
-# all it knows about our attention is the shapes and dtypes of what it returns.
+# fuses nothing into ours, which it can only launch.
 
 # Measuring
 NAMES = {  # what the page calls the versions; the keys are their names in the record
@@ -2358,24 +2354,24 @@ sdpa_more = 100 * (layer_ms("SDPA") / layer_ms("+ attention") - 1)
 fusing = layer_ms("attention, compiled") / layer_ms("Kernel Book")
 normed = saves("+ attention", "+ layer norm")
 normed_percent = 100 * abs(normed) / layer_ms("+ attention")
+by_dropout = saves("+ layer norm", "+ dropout")
 lab.read(
-    (
-        f"**In eager mode our softmax saves {saves('PyTorch', '+ softmax'):.2f} ms per layer, our "
-        f"attention another {saves('+ softmax', '+ attention'):.2f} ms**, because it stores "
-        "no table and skips the masked half; we did not separate these two causes. With SDPA a "
-        f"layer takes {abs(sdpa_more):.0f} % {'longer' if sdpa_more > 0 else 'less'}. "
-        if saves("PyTorch", "+ softmax") < 0.25 * saves("PyTorch", "+ dropout")
-        else f"In eager mode our softmax saves {saves('PyTorch', '+ softmax'):.2f} ms per layer, "
-        f"and attention without the table another {saves('+ softmax', '+ attention'):.2f} ms. "
-    )
-    + f"Our layer norm {'saves' if normed > 0 else 'costs'} {normed_percent:.0f} %"
+    "**In eager mode our attention, which stores no table and skips the masked half, saves "
+    f"{saves('PyTorch', '+ attention'):.2f} of the layer's {layer_ms('PyTorch'):.2f} ms**; our "
+    f"softmax alone saves {saves('PyTorch', '+ softmax'):.2f}. With SDPA a layer takes "
+    f"{abs(sdpa_more):.0f} % {'longer' if sdpa_more > 0 else 'less'} than with our attention."
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"Our layer norm {'saves' if normed > 0 else 'costs'} {normed_percent:.0f} % of the time that "
+    "is left, our dropout "
     + (
-        ", our dropout nothing measurable. "
-        if normed > 0
-        and abs(saves("+ layer norm", "+ dropout")) < 0.01 * layer_ms("+ dropout")
-        else "; our dropout saves nothing measurable. "
-        if abs(saves("+ layer norm", "+ dropout")) < 0.01 * layer_ms("+ dropout")
-        else f"; our dropout saves {saves('+ layer norm', '+ dropout'):.2f} ms. "
+        "nothing measurable. "
+        if abs(by_dropout) < 0.01 * layer_ms("+ dropout")
+        else f"{by_dropout:.2f} ms. "
     )
     + "Compiled, the two together "
     + (
@@ -2823,11 +2819,6 @@ lab.read(
     )
     + f"Its kernels run for only {our_busy:.0f} ms"
     + (
-        f", as its {n_layers} layers and the optimiser promise"
-        if abs(expected / our_busy - 1) < 0.03
-        else f", where its {n_layers} layers and the optimiser promise {expected:.0f}"
-    )
-    + (
         "; for more than half of the step the GPU waits."
         if 2 * our_busy < our_took
         else " of it."
@@ -2837,8 +2828,8 @@ lab.read(
 # %%
 # It waits for the :term:`host`, which launches every kernel. A kernel starts once it has been
 # launched and the one before it has finished, so where a launch takes longer than the kernel before
-# it, the GPU waits. The picture follows five launches of a layer in eager mode; its lengths are
-# schematic, and launches of our operators are orange.
+# it, the GPU waits. The picture, whose lengths are schematic, follows five launches of a layer in
+# eager mode; those of our operators are orange.
 
 # Drawing
 FIVE = ("layer norm", "qkv", "attention", "out", "dropout")
@@ -2924,8 +2915,8 @@ lab.sketch(
 #
 # Which of the two is the slower in our steps? For the host, read the clock after
 # ``torch.cuda.synchronize()`` and again when the last call of a step returns; for the GPU, add up
-# the kernels in a profile. The step should take as long as the longer bar, up to the scatter,
-# because all three come from different steps.
+# the kernels in a profile. The step should take about as long as the longer bar; not exactly,
+# because all three are measured in different steps.
 
 # Drawing
 MODES = {  # the versions that are drawn, and what the figures call them
@@ -3051,23 +3042,18 @@ saved_peak = step("peak, GiB", "PyTorch") - step("peak, GiB", "SDPA")
 peaks = {f"{step('peak, GiB', name):.0f}" for name in ("SDPA", "+ dropout")}
 promised = n_layers * saves("PyTorch", "+ dropout")
 kept_promise = (busy_ms_of("PyTorch") - busy_ms_of("+ dropout")) / promised
-no_table = {f"{busy_ms_of(name):.0f}" for name in ("SDPA", "+ attention")}
-by_attention = (
-    f"{busy_ms_of('SDPA'):.0f} with either SDPA or our attention"
-    if len(no_table) == 1
-    else f"{busy_ms_of('SDPA'):.0f} with SDPA and {busy_ms_of('+ attention'):.0f} with our "
-    "attention"
+before_and_after = (
+    f"{busy_ms_of('+ dropout'):.0f} ms instead of {busy_ms_of('PyTorch'):.0f}"
 )
 lab.read(
     (
-        "**The kernels, the solid bars, keep what the layer promised**: in eager mode all our "
-        "operators save "
-        f"{n_layers} × {saves('PyTorch', '+ dropout'):.2f} = {promised:.0f} ms. "
+        "**The kernels, the solid bars, keep what the layer promised**: with all our operators "
+        f"those of an eager step take {before_and_after}; {n_layers} layers that save "
+        f"{saves('PyTorch', '+ dropout'):.2f} ms each promised a saving of {promised:.0f}. "
         if abs(kept_promise - 1) < 0.05
-        else "**On the GPU, the step gets faster.** "
+        else "**On the GPU, the step gets faster**: with all our operators the kernels of an eager "
+        f"step take {before_and_after}. "
     )
-    + f"Without the table their time falls from {busy_ms_of('PyTorch'):.0f} ms to "
-    f"{by_attention}; our layer norm and dropout bring it down to {busy_ms_of('+ dropout'):.0f}. "
     + (
         f"Peak memory falls from {step('peak, GiB', 'PyTorch'):.0f} GiB to "
         f"{' and '.join(sorted(peaks, reverse=True))}, as our count of the tables predicted."
@@ -3093,18 +3079,17 @@ waits = {
     for versions in MODES.values()
     for name in versions
 }
-paced = [name for name in waits if waits[name] > 1.1]
+by_host = {name for name in waits if waits[name] > 1}
+unclear_hosts = any(
+    overlap(step_row(name), step_row(sdpa_name), "host")
+    for name, sdpa_name in (("+ dropout", "SDPA"), ("Kernel Book", "SDPA, compiled"))
+)
 lab.read(
     (
-        "**But the striped bars set the pace**: in every compiled step, and in the eager one with "
-        "our operators, the host needs longer than the GPU, so faster kernels no longer help. "
-        if {*MODES["compiled"], "+ dropout"} <= set(paced)
-        else "**But without the table the striped bar sets the pace**: the host needs longer "
-        "than the GPU, so faster kernels no longer help. "
-        if {"SDPA", "+ dropout", "SDPA, compiled", "Kernel Book"} <= set(paced)
-        else "**But with all our operators the striped bar sets the pace**: the host needs longer "
-        "than the GPU, so faster kernels no longer help. "
-        if "Kernel Book" in paced
+        "**But in every step except that of the eager formula, the striped bar is the longer.** "
+        if by_host == {*waits} - {"PyTorch"}
+        else "**But with all our operators the striped bars are the longer.** "
+        if {"+ dropout", "Kernel Book"} <= by_host
         else ""
     )
     + (
@@ -3117,24 +3102,13 @@ lab.read(
     )
     + (
         "Host times scatter so widely that we trust none of their differences. "
-        if any(
-            overlap(step_row(name), step_row(sdpa), "host")
-            for name, sdpa in (("+ dropout", "SDPA"), ("Kernel Book", "SDPA, compiled"))
-        )
-        else "All our operators together take longer to launch than SDPA, beyond the scatter. "
+        if unclear_hosts
+        else "All our operators together take longer to launch than SDPA: "
+        f"{our_host:.0f} ms instead of {sdpa_host:.0f} in an eager step. "
     )
-    + "Before each launch, ours run Python where PyTorch's run C++; we did not measure which part "
-    "takes the time."
     + (
-        " Compiled code launches the kernels of our layer norm and dropout itself; alone, a layer "
-        f"is launched in {lone[1]['host p50, ms']:.1f} ms instead of "
-        f"{lone[0]['host p50, ms']:.1f}"
-        + (
-            ", but the whole step hardly gains, and we do not know why."
-            if our_host - host_ms("Kernel Book") < n_layers * lone_saves / 2
-            else "."
-        )
-        if lone and lone_saves > 0 and not overlap(*lone, "host")
+        "Where the host sets the pace, faster kernels no longer help; faster launches would."
+        if by_host
         else ""
     )
 )
@@ -3160,21 +3134,38 @@ took_inside = {
 }
 lab.together(
     lab.read(
-        f"The compiled step that we expected consists of {n_layers} layers of "
-        f"{layer_ms('Kernel Book'):.2f} ms and AdamW's {of_adamw:.1f}. Most casts, the scale and "
+        f"{n_layers} compiled layers of {layer_ms('Kernel Book'):.2f} ms and AdamW's "
+        f"{of_adamw:.1f} make {expected:.0f} ms; the kernels of the compiled step take "
+        f"{our_busy:.0f}. Most casts, the scale and "
         "the mask disappear with the table. SDPA lowers peak memory by "
         f"{saved_peak:.1f} GiB; we counted {in_tables:.1f} for the tables."
     ),
     lab.read(
         "From the launches of a single layer we expect the host to take "
         f"{n_layers * sum(dearer.values()):.0f} ms longer for an eager step with all our operators "
-        f"than for one with SDPA; it takes {our_host:.0f} and {sdpa_host:.0f} ms. Of the host's "
-        "times in a step we trust no other difference, neither the order of our versions nor the "
-        "effect of compiling."
+        f"than for one with SDPA; it takes {our_host:.0f} and {sdpa_host:.0f} ms. Before each "
+        "launch, ours run Python where PyTorch's run C++; we did not measure which part takes the "
+        "time. Of the host's times in a step we trust no other difference, neither the order of "
+        "our versions nor the effect of compiling."
         + (
             f" With SDPA, an eager step takes {step_ms('SDPA'):.0f} ms and a compiled one "
             f"{sdpa_took:.0f}, a difference within the scatter."
             if BY_VERSION and not differs(step_row("SDPA"), step_row("SDPA, compiled"))
+            else ""
+        )
+    ),
+    lab.read(
+        "`torch.compile` launches the kernels of our layer norm and dropout itself; all it knows "
+        "about our attention is the shapes and dtypes of what it returns."
+        + (
+            f" Alone, a compiled layer is launched in {lone[1]['host p50, ms']:.1f} ms instead of "
+            f"{lone[0]['host p50, ms']:.1f}"
+            + (
+                ", but the whole step hardly gains, and we do not know why."
+                if our_host - host_ms("Kernel Book") < n_layers * lone_saves / 2
+                else "."
+            )
+            if lone and lone_saves > 0 and not overlap(*lone, "host")
             else ""
         )
     ),
@@ -3273,9 +3264,9 @@ lab.together(
 # One launch for a whole step
 # ---------------------------
 #
-# To be as fast as its kernels, a step must get rid of its launches. Since every step launches the
-# same kernels, we can record them: a :term:`CUDA graph` captures the launches of a step once, and
-# from then on a single call from the host replays them all.
+# Can a step be as fast as its kernels? Yes, if it gets rid of its launches. Every step launches the
+# same kernels, so a :term:`CUDA graph` can capture the launches once; from then on a single call
+# from the host replays them all.
 #
 # .. code-block:: python
 #
@@ -3300,15 +3291,15 @@ lab.together(
 #
 # **A graph reads its batch from the memory that held it at capture**, so the next batch must be
 # copied there: ``training.tokens.copy_(tokens)`` and ``training.following.copy_(following)``. After
-# ``training.tokens = tokens`` the graph silently trains on the old tokens (see *What breaks it*). A
-# learning rate that is a Python number is likewise fixed at capture.
+# ``training.tokens = tokens`` the graph silently trains on the old tokens (see *What breaks it*).
 
 # Folded: The whole capture function
 lab.together(
     lab.read(
         "`wait_stream` enforces the order, because streams do not wait for each other by "
         "themselves. Libraries, too, do some set-up for a new stream, and the first step keeps it "
-        "out of the graph. To change the learning rate, make it a tensor and fill that tensor."
+        "out of the graph. A learning rate that is a Python number is fixed at capture; to change "
+        "it, make it a tensor and fill that tensor."
     ),
     lab.read(
         "We make AdamW capturable only after the first step, because doing so earlier draws a "
@@ -3719,28 +3710,25 @@ by_graph_slower = {  # by how many percent
     if ratio(race[model], "Kernel Book", graphed) < 1
     and apart(model, ("Kernel Book", graphed))
 }
+slower_by = []  # of the numbers that the table shows
+for model in waiting:
+    theirs, own = (round(race[model][name]["step p50, ms"]) for name in without)
+    slower_by.append(100 * (own / theirs - 1))
 lab.read(
     (
-        "**Launched by the host, our operators are far slower than SDPA in "
-        f"{listed(waiting)}.** "
+        "**Launched by the host, steps with our operators take "
+        + " to ".join(
+            dict.fromkeys(f"{end(slower_by):.0f}" for end in (min, max) if slower_by)
+        )
+        + f" % longer than with SDPA in {listed(waiting)}.** "
         if waiting
-        else ""
-    )
-    + (
-        f"With more and narrower layers than {WIDE}, {DEEP} launches more and shorter kernels: "
-        "with our operators it waits for the host, and a graph takes "
-        f"{100 * (1 - deep['graph'] / deep['step']):.0f} % off its step. "
-        if deep["host"] > deep["busy"]
-        and wide["host"] < wide["busy"]
-        and deep["host"] > wide["host"]
-        and deep["busy"] < wide["busy"]
         else ""
     )
     + (
         f"In {listed(no_gain)} the GPU is the slower, so a graph gains nothing measurable"
         + (
-            f". In {listed(by_graph_slower)} the graph with our operators even came out "
-            f"{max(by_graph_slower.values()):.0f} % slower; we did not look for the cause. "
+            f"; in {listed(by_graph_slower)} it even costs "
+            f"{max(by_graph_slower.values()):.0f} % with our operators. "
             if by_graph_slower
             else ". "
         )
@@ -3776,7 +3764,7 @@ lab.read(
         + ".** "
     )
     + (
-        f"In {listed(level)} the difference is within the scatter. "
+        f"In {listed(level)} the times overlap. "
         if level and not (ahead and len(level) == 1 and not behind)
         else ""
     )
@@ -3830,8 +3818,23 @@ lab.together(
             ),
             by_compiling,
         )
-        + "We did not measure what each of our operators is worth in a graph, and we did not race "
-        "the size small."
+        + (
+            f"With more and narrower layers than {WIDE}, {DEEP} launches more and shorter kernels: "
+            "with our operators it waits for the host, and a graph takes "
+            f"{100 * (1 - deep['graph'] / deep['step']):.0f} % off its step. "
+            if deep["host"] > deep["busy"]
+            and wide["host"] < wide["busy"]
+            and deep["host"] > wide["host"]
+            and deep["busy"] < wide["busy"]
+            else ""
+        )
+        + (
+            f"Why the graph of {listed(by_graph_slower)} is slower than the launched step, what "
+            if by_graph_slower
+            else "What "
+        )
+        + "each of our operators is worth in a graph, and how the size small races, we did not "
+        "measure."
     ),
     lab.table(
         [
@@ -3915,7 +3918,8 @@ lab.read(
         else "Attention without it, the book's or PyTorch's, saves more time than anything else: "
     )
     + f"the kernels of an eager step fall from {busy_ms_of('PyTorch'):.0f} ms to "
-    f"{by_attention}, and "
+    f"{busy_ms_of('SDPA'):.0f} with SDPA and {busy_ms_of('+ dropout'):.0f} with all our operators, "
+    "and "
     + (
         "peak memory halves."
         if abs(saved_peak / step("peak, GiB", "PyTorch") - 0.5) < 0.02
@@ -3931,11 +3935,7 @@ lab.read(
     "**A step also pays for its launches**, which timing a layer on the GPU alone does not show: "
     f"a compiled step takes {our_took:.0f} ms with all our operators and {sdpa_took:.0f} with "
     "SDPA. Where the host sets the pace, capture the step as a graph"
-    + (
-        f"; without one, SDPA is faster, here in {listed(waiting)}. "
-        if waiting
-        else ". "
-    )
+    + (f"; without one, SDPA is faster in {listed(waiting)}. " if waiting else ". ")
     + (
         f"As graphs, our operators are {lead} % ahead of SDPA in {FEW[len(ahead)]} of "
         f"{FEW[len(by_model)]} cases"
