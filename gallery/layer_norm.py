@@ -2022,6 +2022,11 @@ lab.together(
 # What makes layer norm silently wrong? Two mistakes appeared above: computing the variance from
 # squares and, in float32, leaving the mean uncorrected. The third is omitting ``tl.where``. Each
 # zero of the padding, which here fills up a block of 1,024, then adds the square of the mean:
+#
+# .. code-block:: python
+#
+#    deviation = x - mean  # wrong: -mean, squared, in the padding
+#    deviation = tl.where(cols < n_cols, x - mean, 0.0)  # right
 
 
 # Measuring
