@@ -89,17 +89,17 @@ if swept:
         for name in ("copy", "simple_softmax", "Kernel Book")
     )
 lab.read(
-    "In the chart at the top, 100 is a copy, which makes two passes. Eight passes allow "
-    f"{100 * 2 / 8:.0f}, and the five operations reach {100 * copied / five:.0f}; `split`, "
-    f"the last bar, makes two and reaches {100 * copied / once:.0f}."
+    "How much speed is at stake? In the chart at the top, 100 is a copy, which makes two passes. "
+    f"The five operations reach {100 * copied / five:.0f}; `split`, with two passes as well, "
+    f"reaches {100 * copied / once:.0f}."
 )
 
 # %%
 # Blocks, done wrong
 # ------------------
 #
-# Since a kernel reads a long row in blocks, it is tempting to normalise each block by its own
-# maximum and sum: a single read would then suffice. Each :term:`program` takes one row.
+# A kernel reads a long row in blocks. Would a single read suffice, if we normalised each block by
+# its own maximum and sum? In this attempt, each :term:`program` takes one row.
 
 import triton
 import triton.language as tl
@@ -147,11 +147,11 @@ lab.read(
 # The idea
 # --------
 #
-# Two numbers connect the blocks: the maximum so far and the sum so far. Take the row 1, 2, 4. After
-# 1 and 2, the maximum is 2 and the sum is :math:`e^{1-2} + e^{2-2} = 1.37`. Then 4 arrives, and
-# both terms should have been relative to 4. We need not compute them again, since one factor
-# corrects both: multiplied by :math:`e^{2-4}`, the sum becomes 0.19, and the new element adds 1 to
-# make 1.19.
+# What must a block know of the earlier ones? Two numbers: the maximum so far and the sum so far.
+# Take the row 1, 2, 4. After 1 and 2, the maximum is 2 and the sum is
+# :math:`e^{1-2} + e^{2-2} = 1.37`. Then 4 arrives, and both terms should have been relative to 4.
+# We need not compute them again, since one factor corrects both: multiplied by :math:`e^{2-4}`, the
+# sum becomes 0.19, and the new element adds 1 to make 1.19.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -164,7 +164,7 @@ lab.read(
 # The mathematics
 # ---------------
 #
-# **The recurrence.** Let :math:`m_j` be the maximum of the first
+# **The recurrence.** Is this right for every row? Let :math:`m_j` be the maximum of the first
 # :math:`j` elements, and :math:`d_j` the sum of their exponentials relative to that maximum:
 #
 # .. math::
@@ -174,10 +174,9 @@ lab.read(
 #    d_j &= d_{j-1}\, e^{m_{j-1} - m_j} + e^{x_j - m_j}
 #    \end{aligned}
 #
-# with :math:`m_0 = -\infty` and :math:`d_0 = 0`. By induction, :math:`d_j = \sum_{i \le j}
-# e^{x_i-m_j}` for every :math:`j`. Since exponents add, multiplying an old term
-# :math:`e^{x_i-m_{j-1}}` by :math:`e^{m_{j-1}-m_j}` gives :math:`e^{x_i-m_j}`, and the new element
-# contributes the last term.
+# with :math:`m_0 = -\infty` and :math:`d_0 = 0`. Since exponents add, the factor turns each old
+# term :math:`e^{x_i-m_{j-1}}` into :math:`e^{x_i-m_j}`, and the new element contributes the last
+# term. By induction, :math:`d_j` is therefore right for every :math:`j`.
 #
 # **The merge.** The recurrence adds one element at a time, but a GPU has thousands of threads. To
 # use them, we cut the row into pieces. By the same cancellation, the union of two pieces with the
@@ -241,16 +240,6 @@ lab.read(
 #
 # What does the recurrence save? One of three reads: without it, ``three_pass`` needs a loop each
 # for the maximum, the sum and the result.
-
-# Folded: The three_pass kernel whole, with its exp
-lab.listing(
-    {
-        "The hardware computes powers of two, so exp is one of them": exp,
-        "The kernel": three_pass_fwd_kernel,
-    }
-)
-
-# %%
 
 
 # Measuring
@@ -472,7 +461,7 @@ lab.read(
 # %%
 # What does the second read cost? Softmax is :term:`memory-bound`: in bfloat16 it moves four bytes
 # per number but does only about five operations. We therefore compare it with PyTorch's copy, which
-# reads and writes every row once. (The kernel that we time, whole in the next fold, does more.)
+# reads and writes every row once.
 
 # %%
 
@@ -600,9 +589,12 @@ def tested():
         fewer_at[32768, threads]["programs per SM"] for threads in (256, 512)
     )
     if fit_few < fit and far_few > far + 4:
-        told = "A test in the next fold agrees, but does not prove that this is why."
+        told, means = (
+            "",
+            "The test agrees that L2 is the reason, but does not prove it. ",
+        )
     else:
-        told = "We could not show that this is the reason."
+        told, means = "We could not show that this is the reason.", ""
     few, many = fewer_at[32768, 512], fewer_at[32768, 1024]
     more = (
         "**Fewer rows in flight.** The test varies the threads of a program, and with them how "
@@ -618,38 +610,33 @@ def tested():
     if many["in flight, MiB"] < l2 and slow < near - 4:
         more += (
             f"But such programs reach only {slow} % even at 8,192 columns, where everything fits "
-            "in L2 with any number of threads, so this row of the table decides nothing."
+            "in L2 with any number of threads, so this row of the table decides nothing. "
         )
-    return told, more
+    return told, more + means
 
 
 of_test, more_of_test = tested()
-lab.read(
-    "At 8,192 columns it does: hardware counters show that the second read does not go to memory."
-    if min(fits) > 97 and fetched < 1.01 * given
-    else "The fold below says what hardware counters show of this."
-)
-
-# %%
-# For this, L2 needs room for all rows *in flight*, those that programs are working on in the GPU's
-# streaming multiprocessors (:term:`SM`), and for their results.
-
-# %%
-
-# Reading
+too_long = min((n for n, mib in in_flight.items() if mib > l2), default=0)
 lab.read(
     (
-        f"We estimate that {in_flight[cached]:.0f} MiB are in flight at {cached:,} columns, and "
-        + (
-            f"{in_flight[2 * cached]:.0f}, more than the {l2:.0f} MiB of L2, at {2 * cached:,}, "
-            "which is where `online` falls."
-            if in_flight[cached] < l2 < in_flight[2 * cached]
-            else f"{in_flight[2 * cached]:.0f} at {2 * cached:,}; L2 has {l2:.0f}."
-        )
-        if sms
-        else "How much of L2 the rows in flight take was not recorded."
+        "At 8,192 columns it does: hardware counters show that the second read does not go to "
+        "memory. "
+        if min(fits) > 97 and fetched < 1.01 * given
+        else "The fold below says what hardware counters show of this. "
     )
-    + f" {of_test}"
+    + (
+        "L2 needs room for all rows that programs are working on, though, and for their results. "
+        + (
+            f"By our estimate, it has too little from {too_long:,} columns on"
+            + ", which may be why `online` falls there"
+            * (share["online", too_long] < min(fits) - 5)
+            + ". "
+        )
+        * bool(too_long)
+        if sms
+        else ""
+    )
+    + of_test
 )
 
 # %%
@@ -663,7 +650,7 @@ lab.read(
 
 # %%
 
-# Folded: How the rows in flight are counted and tested, what we cannot explain, the timed kernel
+# Folded: Does the second read find its row in L2? With what is unexplained, and two kernels whole
 in_l2 = [
     lab.table(
         [
@@ -680,18 +667,21 @@ in_l2 = [
     )
     for _ in range(bool(sms))
 ]
-kernel = lab.listing(
+kernels = lab.listing(
     {
+        "three_pass, which reads a row three times": three_pass_fwd_kernel,
+        "The hardware computes powers of two, so exp is one of them": exp,
         "If a row begins with a block of nothing but minus infinity, m_new is minus infinity too, "
         "and the difference of two infinities is NaN. finite then replaces m_new by zero": finite,
-        "The timed kernel also widens 16-bit rows to float32, takes larger blocks, and gives the "
+        "As timed, online also widens 16-bit rows to float32, takes larger blocks, and gives the "
         "cache hints: evict_last and evict_first ask the cache to keep the row for the second loop "
         "and to drop it afterwards. With one row per program this kernel is online, with four it "
         "is online_2d": online_fwd_kernel,
     }
 )
 estimate = lab.read(
-    "**How the rows in flight are counted.** From 8,192 columns on, a program of `online` has 256 "
+    "**How the rows in flight are counted.** A row is in flight while a program works on it. From "
+    "8,192 columns on, a program of `online` has 256 "
     f"threads with {held:.0f} registers each, so the 65,536 registers of an SM suffice for "
     f"{at_once:.0f} programs"
     + f", and on {sms} SMs {sms * at_once:.0f} rows are in flight"
@@ -726,7 +716,7 @@ fewer_table = [
     for _ in range(bool(fewer_at))
 ]
 test = [lab.read(more_of_test) for _ in range(bool(more_of_test))]
-lab.together(estimate, *in_l2, *test, *fewer_table, counted, unexplained, kernel)
+lab.together(counted, estimate, *in_l2, *test, *fewer_table, unexplained, kernels)
 
 # %%
 # One read: row
@@ -734,10 +724,10 @@ lab.together(estimate, *in_l2, *test, *fewer_table, counted, unexplained, kernel
 #
 # Why read a row again at all? A program that keeps it on chip needs neither a second read nor a
 # loop. ``row`` is ``blockwise_kernel`` with a single block, a power of two, that covers the row. It
-# widens the row to float32 and keeps it in :term:`registers <register>`, the fastest storage of
-# an SM.
+# widens the row to float32 and keeps it in :term:`registers <register>`, the fastest storage of a
+# streaming multiprocessor (:term:`SM`).
 
-# Folded: The row kernel whole, which takes one or more rows per program
+# Folded: And in Triton? The row kernel whole, for one or more rows per program
 lab.listing(
     {
         "UNIT is the greatest power of two, up to 16, that divides the length and the stride of "
@@ -897,11 +887,10 @@ lab.read(
         else "While"
     )
     + " one computes, another can load its row. But both have to fit into the SM's 65,536 "
-    "registers. For our row, a program of `row` has 512 threads, and each needs "
-    f"{row_each:.0f} registers, 64 of them for its numbers as float32. That makes 512 × "
-    f"{row_each:.0f} = {row_whole:,.0f}, "
+    f"registers. For our row, a program of `row` takes {row_whole:,.0f}, for 512 threads with "
+    f"{row_each:.0f} each, "
     + (
-        "so the program has the SM to itself."
+        "so it has the SM to itself."
         if row_fit == 1
         else f"so {fit(row_fit)} programs fit on an SM."
     )
@@ -911,22 +900,9 @@ lab.read(
 # .. animation:: registers_of_an_sm
 #
 # How can a second program fit? ``packed`` leaves a 16-bit row as it is in memory, two numbers to a
-# register. It loads the row as int32, half as many as there are columns, and ``MINUS_INF``, which
-# pads the row, is two minus infinities in one int32. (``in_units`` only tells the compiler that
-# ``UNIT`` divides a length.)
-
-lab.source(packed_row_fwd_kernel, "load")
-
-# %%
-# To compute, ``widen`` reads the two halves of each int32 as numbers of ``dtype`` (a ``bitcast``
-# changes no bit, only what the bits stand for) and interleaves them as float32.
-
-lab.source(widen)
-
-# %%
-# The maximum, the sum and the result each widen the row anew, so that it need not stay in registers
-# as float32. Adding ``zero`` in between is meant to make the compiler widen it each time, because
-# it cannot know that this argument is always 0. At the end, ``narrow`` packs the results again.
+# register (``raw``). The maximum, the sum and the result each ``widen`` it anew to float32, so that
+# the wide row need not stay in registers. Adding ``zero`` in between is meant to make the compiler
+# do so, because it cannot know that this argument is always 0. ``narrow`` packs the results again.
 
 lab.source(packed_row_fwd_kernel, "widen")
 
@@ -967,24 +943,15 @@ lab.read(
 
 # Reading
 lab.read(
-    "Is it the second program that helps? We test this in a "
-    + "slower " * (looped > 2)
-    + "variant of `packed`, which loops over rows, because there we can choose how many programs "
-    "an SM has. A second one "
-    + (
-        f"takes it from {alone:.0f} to {both:.0f} %, so it does help."
+    (
+        "A test in the fold below, in which only the number of programs changes, shows that the "
+        "second one helps. So before"
         if both - alone > 2
-        else f"makes little difference: {both:.0f} % instead of {alone:.0f}."
+        else "A test in the fold below does not show that the second one helps. Still, before"
+        if both > 0
+        else "Before"  # not recorded
     )
-    if both > 0
-    else "We did not test whether it is the second program that helps."  # not recorded
-)
-
-# %%
-
-# Reading
-lab.read(
-    "Before you keep a row on chip, count how many programs will still fit on an SM"
+    + " you keep a row on chip, count how many programs will still fit on an SM"
     + "".join(
         f"; but measure too, because on the {in_short(name)} `row` already reaches {reached:.0f} %"
         for name, reached, _ in far
@@ -995,7 +962,7 @@ lab.read(
 
 # %%
 
-# Folded: What a second program gains, and the packed kernel whole
+# Folded: Is it the second program that helps? With the packed kernel whole
 kernel = lab.listing(
     {
         "The kernel": packed_row_fwd_kernel,
@@ -1013,8 +980,8 @@ gap = max(abs(speed(kernel, n) - share[provider, n]) for kernel, n, provider in 
 spilled = on_sm.get(("row", 65536), {}).get("spills", 0)
 lone, spilling, several = (speed(name, 65536) for name in ("packed", "row", "split"))
 of_second = lab.read(
-    "**The test of a second program.** The table has the two loops, "
-    f"{alone:.0f} % with one program per SM and {both:.0f} with two. "
+    "**The test of a second program.** In a variant of `packed` that loops over rows, we choose "
+    f"how many programs an SM has. It reaches {alone:.0f} % with one and {both:.0f} with two. "
     + (
         f"The loop itself costs time: without it, `packed` reaches {both + looped:.0f} in the same "
         "run. We have not measured why, so we do not know how much of the step from "
@@ -1061,8 +1028,15 @@ of_longer = lab.read(
         else ""
     )
 )
+of_pairs = lab.read(
+    "**How a row is packed.** The kernel loads it as int32, half as many as there are columns. "
+    "`MINUS_INF`, which pads the row, is two minus infinities in one int32. `widen` reads the two "
+    "halves of each int32 as numbers of `dtype` (a `bitcast` changes no bit, only what the bits "
+    "stand for) and interleaves them as float32. `in_units` only tells the compiler that `UNIT` "
+    "divides a length."
+)
 measured = lab.table(sm_table.rows, f"Programs per SM and the speed, bfloat16, {gpu}")
-lab.together(of_second, measured, of_registers, of_longer, kernel)
+lab.together(of_second, measured, of_registers, of_longer, of_pairs, kernel)
 
 # %%
 # Several programs per row: split
@@ -1115,34 +1089,19 @@ lab.read(
 )
 
 # %%
-# We go through the smallest kernel that does this, for float32. ``pair_of`` loads a part and
-# computes its exponentials (``numerator``) and its pair:
-
-lab.source(pair_of)
-
-# %%
-# **Publish.** What if a program reads a slot that holds the maximum already, but not yet the sum?
-# This cannot happen here, because they are the upper and the lower half of one number of 64 bits,
-# which an :term:`atomic` stores at once. A reader finds either an empty slot or a whole pair, and
-# needs no lock. The kernel, decorated with ``@triton.jit``, begins like this:
-
-lab.source(shared_row_kernel, "def", "publish")
-
-# %%
-# **Collect.** How does a program know that the others are done? It *polls* each slot: it reads the
-# slot, by an atomic *or* with 0, until it finds a pair, and merges this pair with the earlier ones.
-# Its own slot is among them, so the sum starts at 0.
+# How can a program read a slot safely? A slot is one number of 64 bits, with the maximum in its
+# upper half and the sum in its lower. An :term:`atomic` stores it at once, so a reader finds either
+# an empty slot or a whole pair.
 #
-# **Give up.** And if a pair never comes? GPUs usually start the programs of a row at about the
-# same time, but nothing guarantees it. If waiting programs held every SM, a missing part could
-# never start: a deadlock. So after ``max_polls`` polls, a program computes the missing pair itself.
+# And if a pair never comes? GPUs usually start the programs of a row at about the same time, but
+# nothing guarantees it, and if waiting programs held every SM, a missing part could never start: a
+# deadlock. So a program *polls* a slot at most ``max_polls`` times, and then computes the missing
+# pair itself, with ``pair_of``.
+#
+# This is the heart of the smallest kernel that does so, for float32. ``m`` and ``numerator`` are
+# the maximum and the exponentials of the program's own part, whose slot is polled like the others.
 
 lab.source(shared_row_kernel, "collect", "write")
-
-# %%
-# Before every launch, we clear the slots, because any nonzero value counts as a pair:
-
-lab.source(shared_softmax)
 
 # %%
 
@@ -1207,10 +1166,17 @@ step(
 
 # %%
 
-# Folded: The split kernel whole, how a slot holds a pair, and how many slots a poll reads
+# Folded: How do programs publish and poll, bit by bit? With both kernels whole
+smallest = lab.listing(
+    {
+        "A part: its pair, its exponentials and its columns": pair_of,
+        "The smallest kernel that exchanges pairs": shared_row_kernel,
+        "Its launch clears the slots, as any nonzero value counts as a pair": shared_softmax,
+    }
+)
 kernel = lab.listing(
     {
-        "The timed kernel": split_row_fwd_kernel,
+        "split, the timed kernel": split_row_fwd_kernel,
         "Poll until no slot is empty": exchange.wait,
         "Two float32 as the 64 bits of a slot": exchange.to_slot,
         "Fill a slot": exchange.publish,
@@ -1261,7 +1227,7 @@ in_numbers = lab.read(
     )
     + "The figure shows `packed` and `split` at the lengths for which the package runs them."
 )
-lab.together(in_numbers, kernel, bits, why_32, why_not_empty)
+lab.together(smallest, bits, kernel, why_32, why_not_empty, in_numbers)
 
 # %%
 # Is it right?
@@ -1371,7 +1337,7 @@ for name, x in special.items():
 
 # %%
 
-# Folded: All checks, and rows that break things, with infinities or one element
+# Folded: Which checks are these, and what comes of infinities and of rows of one element?
 forward_check = lab.check("softmax, forward", of("forward"))
 backward_check = lab.check("softmax, backward", of("backward"))
 odd_rows = lab.table(
@@ -1398,9 +1364,8 @@ for dtype, at, up_to, beyond_it in (
     assert (kernel_of(at, dtype), kernel_of(at + 2, dtype)) == (up_to, beyond_it)
 lab.read(
     "Which of these kernels should `softmax` run? One that keeps the row on chip, because a single "
-    f"read does not depend on what L2 still holds. In 16 bits, this is `row` up to {PACKED:,} "
-    f"columns, `packed` up to {SPLIT:,} and `split` beyond; in float32, which cannot be packed, "
-    f"`row` up to {SPLIT // 2:,} and then `split`."
+    f"read does not depend on what L2 still holds: `row` up to {PACKED:,} columns, `packed` up to "
+    f"{SPLIT:,} and `split` beyond."
 )
 
 # %%
@@ -1444,8 +1409,7 @@ facts = lab.facts(
 
 # %%
 # And what do others reach? The figure has ``torch.softmax`` (“PyTorch”), ``torch.compile``, Liger
-# (LinkedIn's Triton kernels, for at most 65,536 columns) and quack (in NVIDIA's CuTe DSL, by an
-# author of FlashAttention).
+# (Triton kernels by LinkedIn) and quack (in NVIDIA's CuTe DSL, by an author of FlashAttention).
 
 # %%
 
@@ -1698,7 +1662,7 @@ def other_numbers(kind):
 
 # %%
 
-# Folded: The leads of online and quack, where PyTorch's lines fall, and what a call costs
+# Folded: Why do others lead, and where do they fall? With float32, and what a call costs
 online_leads = lead(reads, "two reads, 32 per thread", "one read, 64 per thread")
 few = max(other_numbers("one read"), other_numbers("two reads"))
 hinted = times_of(reads, "one read, evict_first")
@@ -1731,11 +1695,12 @@ text += "".join(
     for name, points in there
     if online_leads and max(points) < 1.5
 )
-of_online = lab.read(
-    text
-    + "In float32 we did not measure `online`. The package resorts to it only above "
-    f"{tuned.ROW_COLS:,} columns. In 16 bits, a row of odd length cannot be packed either; up to "
-    f"{SPLIT:,} columns, `row` takes it."
+of_online = lab.read(text)
+of_other_rows = lab.read(
+    "**Other rows.** In float32, which cannot be packed, `softmax` runs `row` up to "
+    f"{SPLIT // 2:,} columns and then `split`; there we did not measure `online`. The package "
+    f"resorts to it only above {tuned.ROW_COLS:,} columns. In 16 bits, a row of odd length cannot "
+    f"be packed either; up to {SPLIT:,} columns, `row` takes it."
 )
 of_quack = [
     lab.read(
@@ -1782,26 +1747,21 @@ of_others = lab.read(
     "generates a kernel that corrects the sum for every number rather than for every block, and so "
     "computes three exponentials per number where `row` computes one."
 )
-lab.together(of_online, *of_quack, of_others, host, facts)
+lab.together(of_online, *of_quack, of_others, of_other_rows, host, facts)
 
 # %%
 # Backward
 # --------
 #
-# Training also needs the gradient. What must a kernel read to compute it? Let :math:`y` be the
-# output and :math:`dy` the incoming gradient. Differentiating :math:`y_j = e^{x_j-m}/d` with
-# respect to :math:`x_i` gives :math:`y_j (\delta_{ij}-y_i)`, where :math:`\delta_{ij}` is 1 if
-# :math:`i=j` and 0 otherwise. By the chain rule, we multiply this by :math:`dy_j` and sum over
-# :math:`j`:
+# Training also needs the gradient. What must a kernel read to compute it? With the output :math:`y`
+# and the incoming gradient :math:`dy`, the gradient is (the fold below derives it)
 #
 # .. math::
 #
 #    dx_i = y_i \Big( dy_i - \sum_j y_j\, dy_j \Big)
 #
 # A program therefore reads :math:`y` and :math:`dy`, computes one :term:`reduction`, without any
-# exponential, and writes :math:`dx`. It takes several short rows at once, hence ``axis=1``.
-
-lab.source(row_bwd_kernel, "gradient")
+# exponential, and writes :math:`dx`.
 
 # %%
 
@@ -1875,10 +1835,12 @@ lab.read(
 
 # %%
 
-# Folded: The speed of backward, all losses, float32, and both backward kernels whole
+# Folded: Where does the gradient come from, and where do others lead? With all figures and kernels
 kernels = lab.listing(
     {
-        "A program takes whole rows; dy may have its own row stride": row_bwd_kernel,
+        "A program takes whole rows, several if they are short; dy may have its own row stride": (
+            row_bwd_kernel
+        ),
         "Programs share a wide row, and each publishes its part of the sum; row_product reads"
         " the whole row if a part is late": (split_row_bwd_kernel),
     }
@@ -1893,6 +1855,12 @@ lab.plot(
     "All kernels of this page, forward, bfloat16",
     share=True,
     names={"one program": "row"},
+)
+derived = lab.read(
+    "**The derivation.** Differentiating `y[j] = exp(x[j] - m) / d` with respect to `x[i]` gives "
+    "`-y[j] * y[i]`, and `y[j]` more if i = j. By the chain rule, we multiply this by `dy[j]` and "
+    "sum over j. The first term then becomes `-y[i]` times the sum of all `y[j] * dy[j]`, and the "
+    "second becomes `y[i] * dy[i]`."
 )
 compiled_leads = lead(gradients, "torch.compile", "Kernel Book")
 again = lab.read(
@@ -1911,26 +1879,18 @@ losses = lab.table(
     rows or [{"direction": "none"}],
     "Where a library is ahead of us by more than 1 %, in % of a copy",
 )
-lab.together(losses, again, kernels)
+lab.together(derived, losses, again, kernels)
 
 # %%
 # What breaks it
 # --------------
 #
-# Three mistakes raise no error and are easy to miss:
+# Two mistakes raise no error and are easy to miss. One is to pad a row with zeros:
 #
 # .. code-block:: python
 #
 #    x = tl.load(x_ptr + cols, mask=cols < n_cols, other=0.0)  # wrong
 #    x = tl.load(x_ptr + cols, mask=cols < n_cols, other=-float("inf"))  # right
-#
-#    d = d + tl.sum(tl.exp(x - m_new), axis=0)  # wrong
-#    d = d * alpha + tl.sum(tl.exp(x - m_new), axis=0)  # right
-#
-#    alpha = tl.exp(m - m_new)  # wrong, if m_new can be minus infinity
-#    alpha = tl.exp(m - finite(m_new))  # right, and the same in d
-#
-# where ``finite(m)`` is ``tl.where(m == -INF, 0.0, m)``.
 
 
 # Measuring
@@ -1953,12 +1913,17 @@ for other in (float("-inf"), 0.0):
     padded_kernel[(1,)](x, y, 100, 128, other)
     rows.append(f"{y.sum():.2g}")
 lab.read(
-    "**Zeros past the end of the row.** If `other` is 0, the padding has the value 0 rather than "
-    "the weight 0, so each zero adds 1 to the sum. If 100 elements equal −5 in a block "
-    f"of 128, the results therefore sum to {rows[1]} instead of {rows[0]}."
+    "The padding then has the value 0 rather than the weight 0. In a block of 128 with 100 "
+    f"elements that equal −5, the results therefore sum to {rows[1]} instead of {rows[0]}."
 )
 
 # %%
+# The other is to forget to rescale the old sum:
+#
+# .. code-block:: python
+#
+#    d = d + tl.sum(tl.exp(x - m_new), axis=0)  # wrong
+#    d = d * alpha + tl.sum(tl.exp(x - m_new), axis=0)  # right
 
 # Reading
 pieces = drawn.view(4, 4).double().cpu()
@@ -1972,14 +1937,14 @@ for piece in pieces:
 truth = (pieces - pieces.max()).exp().sum()
 assert wrong > 2 * truth
 lab.read(
-    "**An old sum that is not rescaled.** For the row of the first animation, we get a sum of "
-    f"{wrong:.2f} without `alpha` and the correct {right:.2f} with it. If the maximum were in the "
-    "first block, the mistake would not show."
+    f"For the row of the first animation, we get a sum of {wrong:.2f} without `alpha` and the "
+    f"correct {right:.2f} with it. If the maximum were in the first block, the mistake would not "
+    "show."
 )
 
 # %%
 
-# Reading
+# Folded: And if a row begins with a block of nothing but minus infinity?
 x = special["-inf, then numbers"].to(runtime.DEVICE)
 y = torch.empty_like(x)
 with warnings.catch_warnings():
@@ -1994,9 +1959,10 @@ assert unguarded == len(x)
 torch.testing.assert_close(guarded, torch.softmax(x, dim=-1))
 assert shared.isnan().all()
 lab.read(
-    "**A first block of nothing but minus infinity.** The difference of two infinities is NaN, and "
-    "so is every later sum. If the first 512 of 600 elements are minus infinity, `online_kernel` "
-    "and `shared_row_kernel` return nothing but NaN. With `finite`, as in the timed kernels, the "
+    "Then `m_new` is minus infinity too. The difference of two infinities is NaN, and so is every "
+    "later sum. If the first 512 of 600 elements are minus infinity, `online_kernel` and "
+    "`shared_row_kernel` return nothing but NaN. The timed kernels have `finite(m_new)` in place "
+    "of `m_new` in the exponents, where `finite(m)` is `tl.where(m == -INF, 0.0, m)`, and their "
     "results are right."
 )
 
@@ -2004,17 +1970,15 @@ lab.read(
 # The bridge to attention
 # -----------------------
 #
-# Where does the recurrence matter most? In attention, :math:`\mathrm{softmax}(qk^\top)v`: a sum of
-# the rows of :math:`v`, weighted by the softmax of the scores :math:`qk^\top` (here without their
-# scale). The scores of all queries together are far too many to keep on chip.
+# Where does the recurrence matter most? In attention, :math:`\mathrm{softmax}(qk^\top)v` (here
+# without a scale): a sum of the rows of :math:`v`, weighted by the softmax of scores, which are far
+# too many to keep on chip.
 #
-# A program therefore takes a few queries, walks over the keys in blocks and carries, for each
-# query, the pair and the weighted sum so far. ``alpha`` rescales that sum too:
-# ``acc = acc * alpha + p @ v``, where ``p`` holds the exponentials of a block. After the last
-# block, ``acc / d`` is the result.
-#
-# This is how attention gets by with little memory (Rabe and Staats, 2021) and runs fast (Dao et
-# al., 2022), as :doc:`/chapters/attention_forward` shows.
+# A program therefore walks over the keys in blocks and carries, for each of its queries, the pair
+# and the weighted sum so far. ``alpha`` rescales that sum too: ``acc = acc * alpha + p @ v``, where
+# ``p`` holds the exponentials of a block. After the last block, ``acc / d`` is the result. With
+# this, attention needs little memory (Rabe and Staats, 2021) and runs fast (Dao et al., 2022), as
+# :doc:`/chapters/attention_forward` shows.
 #
 # **Try it:** write the kernel for one block of queries. ``tl.dot(a, b, input_precision="ieee")``
 # computes the matmul of two blocks in full float32.
