@@ -207,16 +207,16 @@ lab.sketch(
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    A second program on an SM can use the tensor cores while the first computes exponentials. The
-#    first of our six changes makes room for it, and the next three make it pay, because they save
-#    registers and remove pauses. The fifth saves other work, and the sixth leaves fewer SMs idle at
-#    the end.
+#    A second program on an SM can use the tensor cores while the first computes exponentials or
+#    waits. The first of our six changes makes room for it, and the next three make it pay, because
+#    they save registers and remove pauses. The fifth saves other work, and the sixth leaves fewer
+#    SMs idle at the end.
 
 # %%
 # The loop
 # --------
 #
-# Where can a program pause? We make the six changes, the *rungs* of a ladder, to a kernel whose
+# Where can a program wait? We make the six changes, the *rungs* of a ladder, to a kernel whose
 # loop loads a tile of keys, computes the scores ``qk``, turns them into weights ``p``, and adds the
 # weighted values to ``acc``. It may have to wait at either ``tl.dot``:
 #
@@ -264,8 +264,8 @@ lab.sketch(
 # ----------
 #
 # What does each change gain? The ladder starts from the staged kernel of the last chapter. Speeds
-# are in percent of a :term:`cuBLAS` matmul's in the same run and, in the text, with a causal mask
-# unless we say otherwise.
+# are percentages of a :term:`cuBLAS` matmul's in the same run; the text gives them with a causal
+# mask unless it says otherwise.
 
 
 # Whole: one for all rungs, with a flag for each change
@@ -755,7 +755,7 @@ limit_costs = known("register limit alone") and (
 
 # Reading
 lab.read(
-    "Two of the six changes are odd: rung 1 "
+    "Rung 1 "
     + (
         "gains nothing"
         if abs(steps_up["two programs"]) < CHANCE
@@ -878,8 +878,8 @@ def waits_of(name):
 # Rung 1: two programs on an SM
 # -----------------------------
 #
-# How can a second program fit on an SM, to use the tensor cores while the first computes
-# exponentials? Each may take at most half of the SM's registers and shared memory:
+# How can a second program fit on an SM? Each may take at most half of the SM's registers and shared
+# memory:
 
 
 # Drawing
@@ -887,6 +887,7 @@ def two_boxes(axes):
     """What one program of the start takes of an SM, and two of rung 1."""
     shades = {"A": lab.colour("Kernel Book"), "B": lab.colour("PyTorch")}
     of_start = made.get("in stages", {}).get("registers", 198)
+    of_start = -(-of_start // 8) * 8  # the SM hands them out by eights, 4 bytes each
     axes.set(xlim=(-0.05, 5.05), ylim=(1.32, -0.42), xticks=[], yticks=[])
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
@@ -933,7 +934,8 @@ def two_boxes(axes):
                 )
         if len(programs) == 1:
             free = 1 - registers
-            axes.text(left + 0.5, 1 - free / 2, "free", ha="center", va="center")
+            said = f"{256 * free:.0f} KiB free"
+            axes.text(left + 0.5, 1 - free / 2, said, ha="center", va="center")
         free = 1 - len(programs) * shared
         said = f"{227 * free:.0f} KiB free"
         axes.text(left + 1.7, 1 - free / 2, said, ha="center", va="center")
@@ -1214,9 +1216,6 @@ measured(
     if stays and compiled_to("descriptors", "spills") == 0
     else f"Spills go from {compiled_to('two programs', 'spills')} to "
     f"{compiled_to('descriptors', 'spills')}. The code waits {waits_of('descriptors')}. ",
-    "We keep the descriptors because the finished kernel will need them."
-    if change("without descriptors", list(LADDER)[-1]) < -CHANCE
-    else "",
 )
 
 # %%
@@ -1325,8 +1324,8 @@ still_waits = all(
 )
 measured(
     "one iteration ahead",
-    "The code still waits after each matmul instruction, so why it is faster is open. But these "
-    "waits have a new reason, which rung 4 removes."
+    "The code still waits after each matmul instruction, so fewer waits are not the reason; the "
+    "true one is open. But the waits now have a new cause, which rung 4 removes."
     if still_waits
     else "We did not isolate what gains speed here.",
 )
@@ -1422,21 +1421,29 @@ lab.read(
 #    :dedent:
 
 # Drawing
+outside = compiled_to("one iteration ahead", "waits for them") - compiled_to(
+    "descriptors", "waits for them"
+)
 measured(
     "two-step maximum",
-    f"Of {compiled_to('one iteration ahead', 'waits for them')} waits, "
-    f"{compiled_to('two-step maximum', 'waits for them')} remain"
+    f"Of {compiled_to('one iteration ahead', 'waits for them')} waits"
     + (
-        ", one for each `tl.dot`, including the two outside the loops."
+        f" ({compiled_to('descriptors', 'waits for them')} in the loops, {outside} for the two "
+        f"`tl.dot` outside)"
+        if outside == 128 // 16 + 64 // 16
+        else ""
+    )
+    + f", {compiled_to('two-step maximum', 'waits for them')} remain"
+    + (
+        ", one for each `tl.dot`."
         if compiled_to("two-step maximum", "waits for them") == 6
         else "."
     ),
 )
 
 # %%
-# Is it really the copy that costs so much, or does ``row_max`` help in some other way? We keep the
-# maximum of rung 3, and by hand delete the second ``acc`` from its *TTGIR*, Triton's intermediate
-# code (``compiled.asm["ttgir"]``):
+# Is it really the copy that costs so much? We keep the maximum of rung 3, and by hand delete the
+# second ``acc`` from its *TTGIR*, Triton's intermediate code (``compiled.asm["ttgir"]``):
 
 # Reading
 TESTED = {
@@ -1620,8 +1627,7 @@ measured(
     "Saving one multiplication per score is worth little, so these instructions are not what "
     "limits the loop."
     if little
-    else "Even with a second program on the SM, a multiplication per score costs time, so fold a "
-    "scale into the exponent.",
+    else "A multiplication per score costs time, so fold a scale into the exponent.",
 )
 
 # %%
@@ -1742,8 +1748,8 @@ for tiles, heads in ((32, 64), (32, 16), (128, 16)):
 
 # Reading
 lab.read(
-    f"`HEADS_AT_ONCE` is {promised['at once']} here, because the keys and values of "
-    f"{promised['at once']} heads fit into half of the L2 cache."
+    f"In the rungs before, `HEADS_AT_ONCE` was 1. Here it is {promised['at once']}, because the "
+    f"keys and values of {promised['at once']} heads fit into half of the L2 cache."
 )
 
 # %%
@@ -1752,10 +1758,15 @@ lab.read(
 reversal = promised["reversal"]
 measured(
     "heavy first",
-    "Where all programs take equally long, their order does not matter; where they do not, start "
-    "the longest first."
+    "Where programs do not take equally long, start the longest first. "
     if abs(gain("heavy first", "full")) < CHANCE
     else "",
+    "We timed the two new orders, of tiles and of heads, only together"
+    + (
+        "; in a simulation, the reversal alone gains nothing."
+        if abs(reversal) < 0.01
+        else "."
+    ),
     both=True,
 )
 
@@ -1779,8 +1790,6 @@ other_orders = lab.read(
         if promised["all"] > promised["rung"] + 0.005
         else f". All {promised['heads']} heads at once gain no more than {promised['at once']}."
     )
-    + " On the GPU we timed neither, so the gain of this rung is that of both new orders together, "
-    "of tiles and of heads."
 )
 alone_in_full, both_in_full = (
     steps.share(name, mask="full") if known(name) else nan
@@ -1838,15 +1847,9 @@ for name in list(LADDER)[1:]:
     rows.append(row)
 if steps.provenance is None or not made:
     rows = []
-up = gain(last, "causal")
 lab.table(
     rows,
-    "Each change when made, and when taken back from the finished kernel, causal"
-    + (
-        f". A gain of {100 * up:.0f} %, taken back, is a loss of {100 * up / (1 + up):.0f} %"
-        if up > CHANCE
-        else ""
-    ),
+    "Each change, made and taken back (causal)",
 )
 
 # %%
@@ -1884,10 +1887,16 @@ def do(found, one, several):
 # %%
 
 # Reading
+up = gain(last, "causal")
 lab.read(
-    f"The finished kernel loses most without “{most}”"
+    (
+        f"A gain of {100 * up:.0f} %, taken back, is a loss of {100 * up / (1 + up):.0f} %. "
+        if up > CHANCE
+        else ""
+    )
+    + f"The finished kernel loses most without “{most}”"
     + (
-        ", the change that gained nothing when we made it. "
+        ", which gained nothing when made. "
         if most == alone and gain(alone, "causal") < CHANCE
         else ". "
     )
@@ -1907,7 +1916,7 @@ scarce = "insufficient register resources"
 reason = seen["without one iteration ahead"]["reason"] if seen else ""
 spilled = compiled_to("without descriptors", "spills")
 grown = all(
-    worth[name] > 1.5 * gain(name, "causal")
+    worth[name] > 2 * gain(name, "causal") > 0
     for name in ("descriptors", "one iteration ahead")
 )
 lab.read(
@@ -1918,7 +1927,8 @@ lab.read(
         else ". "
     )
     + (
-        "Each gained little when we made it, so judge a change that saves registers at the end."
+        "Each costs more than twice as much when taken back as it gained when made, so judge a "
+        "change that saves registers at the end."
         if grown
         else ""
     )
@@ -2125,6 +2135,11 @@ of_one_program, of_two_programs = (
     for name in ("finished, one program", "finished")
 )
 their_share = 100 * saved("finished, one program") / of_one_program
+one_without, two_without = (
+    counted.get(f"{name}, no exponentials", {}).get("cycles, thousands", nan)
+    for name in ("finished, one program", "finished")
+)
+second_saves = 100 * (1 - two_without / one_without)  # where there are no exponentials
 
 # %%
 
@@ -2133,7 +2148,7 @@ lab.read(
     (
         "They do not: without them, the finished kernel takes no fewer cycles"
         + (
-            f" (in fact {-100 * saved('finished') / of_two_programs:.0f} % more). "
+            f" (in fact {-100 * saved('finished') / of_two_programs:.0f} % more; why is open). "
             if saved("finished") < -20
             else ", to within a few percent. "
         )
@@ -2143,7 +2158,13 @@ lab.read(
     )
     + (
         f"The second program hides them: with one program per SM, they cost {their_share:.0f} % of "
-        f"the cycles:"
+        f"the cycles"
+        + (
+            f". Nor is that all it does: even without exponentials, it saves "
+            f"{second_saves:.0f} %:"
+            if second_saves > 5
+            else ":"
+        )
         if hidden["finished"] > hidden["finished, one program"] + 10
         else f"With one program per SM, they cost {their_share:.0f} % of the cycles:"
     )
@@ -2210,14 +2231,35 @@ lab.draw(
 # %%
 
 # Reading
+slower_clock = clocks.get("matmul", nan) < clocks.get("finished", nan)
+two_thirds = (
+    abs(at_work("finished") - bound_of_turns(128)) < 3 and hidden["finished"] > 80
+)
 lab.read(
     (
-        "So a cheaper exponential would hardly help here. Still, the tensor cores work "
+        "So a cheaper exponential would hardly help here"
+        + (
+            ", although one multiplication fewer, in rung 5, did; why is open. "
+            if gain("scale folded", "full") > CHANCE
+            else ". "
+        )
+        + "Still, the tensor cores work "
         if hidden["finished"] > 97
         else "Yet the tensor cores work "
     )
-    + f"in only {at_work('finished'):.0f} % of the finished kernel's cycles, against "
-    f"{at_work('matmul'):.0f} % in a cuBLAS matmul, and what fills the rest is open."
+    + f"in only {at_work('finished'):.0f} % of the finished kernel's cycles"
+    + (
+        " (that this is also the bound for warps in step is a coincidence)"
+        if two_thirds
+        else ""
+    )
+    + f", against {at_work('matmul'):.0f} % in a cuBLAS matmul, and what fills the rest is open."
+    + (
+        f" In time, it is closer to cuBLAS, at {of_matmul(last, 'full')} of its speed, because "
+        f"cuBLAS ran at a lower clock."
+        if slower_clock
+        else ""
+    )
 )
 
 # %%
@@ -2238,40 +2280,19 @@ count_table = lab.table(
     "Cycles of an SM, in thousands; length 4,096, no mask."
     + (f" The exponentials alone need at least {needs:.0f}" if needs == needs else ""),
 )
-slower_clock = clocks.get("matmul", nan) < clocks.get("finished", nan)
-two_thirds = (
-    abs(at_work("finished") - bound_of_turns(128)) < 3 and hidden["finished"] > 80
-)
 open_questions = lab.read(
     "**What is open.** The rest of the cycles may go to late copies, moments in which both "
     "programs wait, or other instructions"
     + (
-        ", such as the one that rung 5 removed. "
+        ", such as the one that rung 5 removed."
         if gain("scale folded", "full") > CHANCE
-        else ". "
-    )
-    + (
-        "Nor do we know why the finished kernel takes more cycles without its exponentials. "
-        if saved("finished") < -20
-        else ""
-    )
-    + (
-        f"That {at_work('finished'):.0f} % is also the bound for warps in step is a coincidence, "
-        f"because the exponentials hardly cost anything."
-        if two_thirds
-        else ""
+        else "."
     )
 )
 more_counts = lab.read(
     f"The start also runs one program per SM, but its exponentials cost only "
     f"{saved('start'):,.0f} of the {needs:.0f} thousand cycles that they need, so even the warps "
     f"of one program are not strictly in step."
-    + (
-        f" In time, the finished kernel is closer to cuBLAS than in cycles, at "
-        f"{of_matmul(last, 'full')} of its speed, because cuBLAS ran at a lower clock."
-        if slower_clock
-        else ""
-    )
 )
 counting = lab.read(
     "We count cycles because a GPU lowers its clock under load. "
@@ -2478,10 +2499,9 @@ lab.together(allowed, every_check, relations)
 # How fast is it?
 # ---------------
 #
-# How close does plain Triton come to the best libraries? They are still faster. FlexAttention,
-# *SDPA flash* (FlashAttention-2) and *SDPA cuDNN* (NVIDIA's) come with PyTorch. *FlashAttention* is
-# version 4; version 3, which must be built from source, is not timed. Every point has 16,384
-# tokens.
+# How close does plain Triton come to the best libraries? FlexAttention, *SDPA flash*
+# (FlashAttention-2) and *SDPA cuDNN* (NVIDIA's) come with PyTorch. *FlashAttention* here is version
+# 4; version 3, which must be built from source, is not timed. Every point has 16,384 tokens.
 
 # Measuring
 LENGTHS = [1024, 4096, 16384]
@@ -2595,10 +2615,10 @@ for point in points(LENGTHS, (128, 64)):
 
 
 # Reading
-def gaps(name):
+def gaps(name, head_dims):
     """By how many percent a library is ahead, at the points where it is."""
     found = []
-    for point in points(LENGTHS, (128, 64)):
+    for point in points(LENGTHS, head_dims):
         where = {key: point[key] for key in ("head_dim", "mask", "seqlen")}
         ahead = dict(ahead_of_ours(**where))
         if name in ahead:
@@ -2609,23 +2629,27 @@ def gaps(name):
 
 def told_of(names):
     """At how many points some libraries are ahead, and by how much, in words."""
-    ahead = {name: gaps(name) for name in names if name not in speed.skipped}
+    timed = [name for name in names if name not in speed.skipped]
     keys = ("head_dim", "mask", "seqlen")
+    drawn = len(points(LENGTHS, (128,)))
     said = []
-    for name, found in ahead.items():
-        if found:
+    for name in timed:
+        if found := gaps(name, (128,)):
+            many = f"all {drawn}" if len(found) == drawn else f"{len(found)}"
+            if not said:
+                many += " points" if len(found) == drawn else f" of the {drawn} points"
             at = "at" if said else "is ahead at"
-            of = f" of the {len(at_points)} points in this figure and the fold below"
-            many = f"{len(found)}{'' if said else of}"
             said.append(f"{name} {at} {many}, by up to {max(found):.0f} %")
-    nowhere = [name for name, found in ahead.items() if not found]
+    narrow = [name for name in timed if gaps(name, (64,)) and not gaps(name, (128,))]
+    nowhere = [name for name in timed if not gaps(name, (128, 64))]
     close = any(
         speed.ahead_of("Kernel Book", *nowhere, **{key: point[key] for key in keys})
         for point in points(LENGTHS, (128, 64))
     )
     behind = "nowhere more than 1 % ahead" if close else "slower everywhere"
     return (
-        (f"{', and '.join(said)}. " if said else "")
+        (f"{', and '.join(said)}. " if said else "no library is ahead. ")
+        + (f"{do(narrow, 'is', 'are')} ahead only at head_dim 64. " if narrow else "")
         + (f"{do(nowhere, 'is', 'are')} {behind}. " if nowhere else "")
         + "".join(
             f"{name} is absent from this run; the notes under the figures say why. "
@@ -2636,7 +2660,7 @@ def told_of(names):
 
 
 lab.read(
-    f"On the {speed.provenance['gpu'].removeprefix('NVIDIA ')}, "
+    f"In this figure, on the {speed.provenance['gpu'].removeprefix('NVIDIA ')}, "
     + told_of(("FlashAttention", "SDPA cuDNN", "SDPA flash", "FlexAttention"))
     if speed.rows
     else f"{speed.rate('Kernel Book')}"
@@ -2742,12 +2766,12 @@ def beside_sdpa(row):
     """How long a call takes beside PyTorch's, in words."""
     ratio = row.get("Kernel Book, µs", nan) / row.get("SDPA, µs", nan)
     if abs(ratio - 1) < 0.05:
-        return "about as long as PyTorch's own"
+        return "about as long as PyTorch's SDPA"
     if ratio < 1:
-        return f"{100 * (1 - ratio):.0f} % less than PyTorch's own"
+        return f"{100 * (1 - ratio):.0f} % less than PyTorch's SDPA"
     if ratio < 2:
-        return f"{100 * (ratio - 1):.0f} % longer than PyTorch's own"
-    return f"{ratio:.1f} times as long as PyTorch's own"
+        return f"{100 * (ratio - 1):.0f} % longer than PyTorch's SDPA"
+    return f"{ratio:.1f} times as long as PyTorch's SDPA"
 
 
 outlasts = last_one.get("Kernel Book, µs", nan) > 1.3 * first.get(
@@ -2889,14 +2913,13 @@ lab.together(past_the_end, too_much)
 # In short
 # --------
 #
-# A second program on an SM uses the tensor cores while the first computes exponentials. It pays off
-# in full only if no values spill and each program waits once per ``tl.dot``. A shortage of
-# registers prevents this, and so does a copy of the accumulator. So count the waits in the machine
-# code, and ask the assembler for its reason. At the end, take each change back, because its worth
-# depends on the others.
+# A second program on an SM can use the tensor cores while the first computes exponentials or waits.
+# It pays off in full only if no values spill and each program waits once per ``tl.dot``. So count
+# the waits in the machine code, and ask the assembler for its reason. At the end, take each change
+# back, because its worth depends on the others.
 #
-# :doc:`/chapters/attention_hopper` gives warps roles, :doc:`/chapters/attention_backward` turns to
-# the gradient, and :doc:`/chapters/attention_in_models` to a single query.
+# :doc:`/chapters/attention_hopper` gives warps roles, :doc:`/chapters/attention_backward` computes
+# the gradient, and :doc:`/chapters/attention_in_models` handles a single query.
 #
 # Exercises
 # ---------

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from kernelbook import lab, reference, runtime
+from kernelbook.lab import results
 from kernelbook.ops.layer_norm import layer_norm, tuned
 from kernelbook.ops.layer_norm.forward import (
     _forward,
@@ -95,8 +96,7 @@ def simple_layer_norm(x, w, b, eps=1e-5):
 # The mathematics
 # ---------------
 #
-# What must a kernel compute? All of ours follow these formulas for a row :math:`x` of :math:`N`
-# elements:
+# All our kernels follow these formulas for a row :math:`x` of :math:`N` elements:
 #
 # .. math::
 #
@@ -172,9 +172,9 @@ lab.read(
 # Three reads: a loop
 # -------------------
 #
-# How can one kernel take rows of any length? The simplest one loops over the row three times, once
-# for each sum and once for the output, and loads ``BLOCK`` columns per iteration. The second loop,
-# which follows, uses the mean that the first has computed; the row begins at ``first``:
+# The simplest kernel for rows of any length loops over the row three times, once for each sum and
+# once for the output, and loads ``BLOCK`` columns per iteration. Here is the second loop. It uses
+# the ``mean`` from the loop before; ``first`` is the offset of the row:
 #
 # .. code-block:: python
 #
@@ -188,8 +188,8 @@ lab.read(
 #
 # The last block may extend past the end of the row. Its load fills this *padding* with zeros
 # (``other=0.0``), which leave the first sum unchanged. Their deviations, however, would be minus
-# the mean, so ``tl.where`` sets them to zero. ``m2`` is the sum of squared deviations, :math:`N`
-# times the variance.
+# the mean, so ``tl.where`` sets them to zero. ``m2`` collects the squared deviations, whose
+# sum is :math:`N` times the variance.
 
 # Whole: three_reads_kernel, with all three loops
 import triton
@@ -434,7 +434,7 @@ in_copies = {  # a copy moves N twice
 four = ("x - mean", "deviation * rstd", "… * w", "… + b")
 by_four = sum(in_copies.get(of, nan) for of in four)
 copies = sum(in_copies.values()) or nan
-cached = share["loop", 4096] > 55
+cached = max(share["loop", n] for n in (4096, 32768)) > 51
 lab.together(
     lab.read(
         "**At 4,096 columns, reading once "
@@ -446,27 +446,22 @@ lab.together(
         + f"** on {gpu}, whose numbers the text quotes."
     ),
     lab.read(
-        "Three reads and a write move twice the bytes of a copy, so they allow half of its speed. "
-        "At 32,768 columns the loop "
-        + (
-            "is close to that half"
-            if 47 < share["loop", 32768] < 55
-            else f"reaches {share['loop', 32768]:.0f} %"
-        )
-        + "; at 4,096 it is faster, probably because the caches serve some of its reads."
-        * cached
-        + "." * (not cached)
+        "Three reads and a write move twice the bytes of a copy, which allows 50 % of its speed. "
+        f"The loop reaches {share['loop', 32768]:.0f} % at 32,768 columns and "
+        f"{share['loop', 4096]:.0f} % at 4,096"
+        + ", probably because caches serve some of its reads" * cached
+        + "."
     ),
     lab.read(
         f"Even the whole row reaches only {share['one program', 32768]:.0f} % at 32,768 columns, "
-        "so long rows need two more ideas. Before we come to them, we look at rounding, which "
-        "can spoil rows of any length."
+        "so long rows need two more ideas. We first look at rounding, which can spoil rows of any "
+        "length."
     ),
 )
 
 # %%
 
-# Folded: Why the seven operations take longer than their bytes, and the timed kernels whole
+# Folded: Why the seven operations take longer than their bytes, and the timed kernels in full
 keeps_up = all(share["loop", n] > 0.97 * share["PyTorch", n] for n in (4096, 32768))
 beats = share["loop", 4096] > 1.03 * share["PyTorch", 4096]
 once, everywhere = [line["ms"] for line in stored.rows or [{"ms": nan}] * 2]
@@ -522,10 +517,10 @@ lab.together(
 # Lost digits: a corrected mean
 # -----------------------------
 #
-# Every sum is rounded, so the mean of a row is slightly wrong. *Does that matter?* It does where
-# the numbers of a row are nearly equal, because layer norm divides by the size of the deviations
-# and so magnifies any error in the mean. Suppose that a machine keeps three digits and that a row
-# holds 3.33 five times:
+# Every sum is rounded, so the mean of a row is slightly wrong. This matters where the numbers of a
+# row are nearly equal, because layer norm divides by the size of the deviations and so magnifies
+# any error in the mean. Suppose that a machine keeps three digits and that a row holds 3.33 five
+# times:
 
 with localcontext(prec=3):
     fives = [Decimal("3.33")] * 5
@@ -586,13 +581,12 @@ lab.read(
 #    correction = tl.sum(deviation, axis=0) / n_cols
 #    mean += correction
 #    m2 -= n_cols * correction * correction
-#
-# The last line is needed because the squared deviations from a wrong mean add up to too much.
 
 # Reading
 lab.read(
-    f"In the example the excess is 5 · {missing}² = {5 * missing * missing}, which is all of `m2`, "
-    "and 0 remains. In float32, which keeps about seven digits, the three lines have this effect:"
+    "The last line removes what the wrong mean added to `m2`: in the example "
+    f"5 · {missing}² = {5 * missing * missing}, which is all of it. In float32, which keeps about "
+    "seven digits, the three lines have this effect:"
 )
 
 # %%
@@ -778,8 +772,9 @@ cost = (
         if costs[dearest] < 0.95
         else f"at most {costs[dearest]} percentage points of the speed of a copy"
     )
-    + ", so every float32 kernel can afford them." * (costs[dearest] < 0.95)
-    + "." * (costs[dearest] >= 0.95)
+    + ", so we use them in every float32 kernel" * (costs[dearest] < 0.95)
+    + ". Whole rows of 16-bit numbers do without: float32 holds the sum of up to "
+    f"{2 ** (24 - 11):,} equal ones exactly, and `divide` (in the fold) finds their exact mean."
     if costs
     else ""
 )
@@ -909,8 +904,8 @@ lab.together(
 # Longer rows: packed
 # -------------------
 #
-# Why is one read not enough at 32,768 columns? While a program computes, it loads nothing. A
-# second program on the same :term:`SM` could load its row meanwhile, if two rows fit there.
+# While a program computes, it loads nothing. A second program on the same :term:`SM` could load its
+# row meanwhile, if two rows fit there.
 
 
 # Measuring
@@ -985,10 +980,10 @@ alone = found.get(("one read, 32,768", 1), {})
 threads = 32 * alone.get("warps", nan)
 fills = alone.get("of a program", nan) > 65536 / 2
 lab.read(
-    "**They do not if their numbers are widened to float32.** "
+    "**Two rows of 32,768 numbers, widened to float32, do not fit.** "
     * fills
     + f"Each of a program's {threads:.0f} threads then holds {32768 / threads:.0f} numbers, one "
-    "per register. With addresses and results it needs "
+    "per register. With addresses and results, a thread needs "
     f"{alone.get('registers per thread', nan)} registers, and the whole program "
     f"{alone.get('of a program', nan):,}"
     + (
@@ -1012,15 +1007,16 @@ lab.read(
 #          16 bits each. A row stays packed in four pieces, and one piece at a time is widened.
 #
 # We need the pieces because widening the whole row at once would, for that step, take back the
-# registers that packing saved. The kernel therefore begins as follows, without its guards. It loads
-# ``PAIRS`` pairs from ``x_ptrs`` for each piece, and ``widen`` turns their halves into float32:
+# registers that packing saved. The kernel therefore begins as follows, without its guards. A piece
+# has ``PAIRS`` pairs, whose halves ``widen`` turns into float32:
 #
 # .. code-block:: python
 #
+#    pairs_ptr = (x_ptr + first).to(tl.pointer_type(tl.int32))
 #    x = ()
 #    for piece in tl.static_range(4):  # the only read: PAIRS integers of 32 bits
 #        pairs = piece * PAIRS + tl.arange(0, PAIRS)
-#        x = x + (tl.load(x_ptrs + pairs, mask=pairs < n_cols // 2, other=0),)
+#        x = x + (tl.load(pairs_ptr + pairs, mask=pairs < n_cols // 2, other=0),)
 #
 #    total = tl.zeros((2 * PAIRS,), tl.float32)
 #    for piece in tl.static_range(4):  # each is widened for this step alone
@@ -1040,14 +1036,14 @@ packed_gain = two[0] - held[0]
 two_matter = lone[0] < two[0] - 5
 lab.read(
     (
-        f"**Packing raises the speed from {held[0]:.0f} to {two[0]:.0f} % of a copy"
+        f"**On {gpu}, packing raises the speed from {held[0]:.0f} to {two[0]:.0f} % of a copy"
         + ", because a second program fits" * two_matter
         + ".**"
         if packed_gain > 0
         else "At 32,768 columns packing does not help."
     )
-    + " The third line of the table tests this cause: the same packed kernel gets a few more "
-    "registers, so that only one program fits."
+    + " The third line of the table tests this cause: with a few more registers per thread, only "
+    "one program fits."
 )
 
 # %%
@@ -1074,16 +1070,18 @@ lab.table(
 # %%
 
 # Reading
-without_gain = [  # on other GPUs: the GPU, its share of a copy, and how long its copy takes
+without_gain = [  # on other GPUs: the GPU, its share of a copy, and TB/s there and here
     (
         other.provenance["gpu"].split()[1],
         there,
-        other.at(provider="copy", columns=32768)["ms"].item()
-        / ladder.at(provider="copy", columns=32768)["ms"].item(),
-        " (measured with an older version of the kernels)" * bool(other.mark),
+        *(
+            sweep.at(provider="one program", columns=32768)["rate"].item() / 1e3
+            for sweep in (other, ladder)
+        ),
+        " (with older kernels)" * bool(other.mark),
     )
     for other in ladder.elsewhere
-    if not ladder.at(provider="copy", columns=32768).empty
+    if not ladder.at(provider="one program", columns=32768).empty
     and not other.at(provider="one program", columns=32768).empty
     for there in [100 * other.share("one program", columns=32768)]
     if 100 * other.share("Kernel Book", columns=32768) - there < 1
@@ -1100,7 +1098,13 @@ lab.together(
         " ".join(
             f"**On an {there}, packing gains nothing at 32,768 columns**: one whole row per SM "
             f"already reaches {reached:.0f} %{older}."
-            for there, reached, slower, older in without_gain
+            + (
+                f" In bytes that is less, {moved:.1f} TB/s against {here:.1f} here, because a copy "
+                "is slower there."
+                if moved < 0.98 * here and reached > share["one program", 32768]
+                else ""
+            )
+            for there, reached, moved, here, older in without_gain
         )
         + " In your own kernel, time both versions."
     )
@@ -1110,7 +1114,7 @@ lab.together(
 
 # %%
 
-# Folded: The packed kernel whole, what weight and bias cost, and how packing fares elsewhere
+# Folded: The packed kernel in full, and what weight and bias cost
 said = ""
 for other in ladder.elsewhere:
     if other.at(provider="one program", columns=32768).empty:
@@ -1125,14 +1129,6 @@ for other in ladder.elsewhere:
         f"On an {other.provenance['gpu'].split()[1]}, whole rows of 32,768 columns already reach "
         f"{there:.0f} %, and packing adds {theirs - there:.0f} points"
         + (" (measured with an older kernel). " if other.mark else ". ")
-    )
-for there, _, slower, _ in without_gain:
-    said += (
-        f"The memory of the {there} is slower, so that a copy at 32,768 columns takes {slower:.1f} "
-        "times as long, and one whole row per SM may be enough to keep it busy. We did not test "
-        "this. "
-        if slower > 1.05
-        else ""
     )
 lab.together(
     lab.read(
@@ -1151,6 +1147,7 @@ lab.together(
         "different number of pieces."
     ),
     lab.read(
+        "`x_ptrs` is the `pairs_ptr` of the text. "
         "`where_piece` says which columns of a piece are inside the row: all of them, if `FULL` "
         "says that the pieces fit it exactly. Weight and bias together would take twice as many "
         "registers as the packed row, so the last step proceeds piece by piece. A barrier, a point "
@@ -1188,11 +1185,11 @@ lab.together(
 # Longest rows: split
 # -------------------
 #
-# How can a row be read once if no SM can hold it, such as one of 262,144 columns? Several programs
-# share it, each of which keeps a part. All that they need from each other is the *moments* of the
-# parts: the mean :math:`m` and the sum of squared deviations :math:`M` (``m2`` in the code). They
-# :term:`exchange` them through *slots* in memory, as in :doc:`softmax </chapters/softmax>`. Here,
-# four programs share a row of eight:
+# If no SM can hold a row, such as one of 262,144 columns, several programs share it, each of which
+# keeps a part. All that they need from each other is the *moments* of the parts: the mean :math:`m`
+# and the sum of squared deviations :math:`M` (``m2`` in the code). They :term:`exchange` them
+# through *slots* in memory, as in :doc:`softmax </chapters/softmax>`. Here, four programs share a
+# row of eight:
 #
 # .. image:: /figures/layer-norm-parts.svg
 #    :alt: A row of eight numbers in four parts: 1 and 3, 2 and 6, 5 and 5, 0 and 2. Each of four
@@ -1270,20 +1267,16 @@ limits = lab.measure("Two kernels at one length", at_the_limits)
 
 # Reading
 parted = share["Kernel Book", 262144]
-name_of_best, best_other = max(
-    (
-        ("the loop", share["loop", 262144]),
-        ("PyTorch's kernel", share["PyTorch", 262144]),
-    ),
-    key=lambda one: one[1],
-)
+rivals = {name: share[name, 262144] for name in ("loop", "PyTorch")}
+best = max(rivals, key=rivals.get)
 lab.read(
     f"**In bfloat16, at {2**27 // 262144} rows of 262,144 columns, the split kernel reaches "
     f"{parted:.0f} % of the speed of a copy**, "
     + (
-        f"against {best_other:.0f} % for {name_of_best}, the next best."
-        if parted > 1.02 * best_other
-        else f"no more than {name_of_best}, which reaches {best_other:.0f} %."
+        f"against {rivals['loop']:.0f} % for our loop and {rivals['PyTorch']:.0f} % for PyTorch."
+        if parted > 1.02 * rivals[best]
+        else f"no more than {'our loop' if best == 'loop' else best}, which reaches "
+        f"{rivals[best]:.0f} %."
     )
 ) if parted == parted else None
 
@@ -1291,15 +1284,25 @@ lab.read(
 
 # Reading
 longest = tuned.MAX_PARTS * tuned.MAX_PART_COLS
-lab.read(
-    "The operator takes the first of these kernels that suits a row: whole, packed, split and, "
-    f"beyond {longest:,} columns, the loop. Float32 numbers cannot be packed, so long rows of them "
-    "are split."
+lab.together(
+    lab.read("A row gets the first of these kernels that takes its length:"),
+    lab.table(
+        [
+            {"kernel": kernel, "16 bits": narrow, "float32": wide}
+            for kernel, narrow, wide in (
+                ("whole", f"{tuned.TILE_COLS:,}", f"{tuned.TILE_BYTES // 4:,}"),
+                ("packed", f"{tuned.PACKED_COLS:,}", "never"),
+                ("split", f"{longest:,}", f"{longest:,}"),
+                ("loop", "any", "any"),
+            )
+        ],
+        "The longest row of each kernel, in columns (an even number)",
+    ),
 )
 
 # %%
 
-# Folded: Which kernel a row gets and why, every version at every length, and the split kernel whole
+# Folded: Why a row gets its kernel, every version at every length, and the split kernel in full
 at_limit = {
     (row["dtype"], row["kernel"]): row["% of a copy"] for row in limits.rows or []
 }
@@ -1342,22 +1345,6 @@ lab.together(
         "Each kernel serves up to the length at which the next is faster or its own rows no longer "
         "fit."
     ),
-    lab.table(
-        [
-            {"kernel": kernel, "columns, 16 bits": narrow, "columns, float32": wide}
-            for kernel, narrow, wide in (
-                (
-                    "whole",
-                    f"up to {tuned.TILE_COLS:,}",
-                    f"up to {tuned.TILE_BYTES // 4:,}",
-                ),
-                ("packed", f"up to {tuned.PACKED_COLS:,}", "never"),
-                ("split", f"up to {longest:,}", f"up to {longest:,}"),
-                ("loop", "any", "any"),
-            )
-        ],
-        "The kernels of layer_norm, in the order in which they are tried",
-    ),
     limits,
     lab.read(said.strip()) if said else None,
     lab.source(merge_moments),
@@ -1398,7 +1385,8 @@ lab.together(
 #
 # Are the results as exact as PyTorch's? We compare the whole, packed and split kernels with a
 # float64 reference in three dtypes, on random rows of mean 0 and, at some lengths, of mean 1,000.
-# An error may be at most twice PyTorch's, or four times in float32.
+# An error may be twice PyTorch's, because two rounded results may differ by that much, or
+# four times in float32, where the reciprocal square root is less exact.
 
 
 # Measuring
@@ -1476,10 +1464,20 @@ left = lab.measure(
 passed = (
     str(checks).split("\n")[0].removeprefix("layer_norm: ").split(";")[0].rstrip(".")
 )
+times = {True: [], False: []}  # PyTorch's error: in float32, and in 16 bits
+for row in (results.find("layer_norm") or {"checks": {}})["checks"].get(
+    "layer_norm", []
+):
+    times[row["dtype"] == "float32"].append(row["error"] / row["torch_error"])
 ours, theirs = (
     [row[name] for row in left.rows or [{name: nan}]]
     for name in ("largest output", "PyTorch's")
 )
+if all(times.values()):
+    passed = passed.split(", the worst")[0] + (
+        "; nearest to their tolerance, our errors are at most "
+        f"{max(times[True]):.1f} times PyTorch's in float32, {max(times[False]):.1f} in 16 bits"
+    )
 said = f"{passed[0].upper()}{passed[1:]}. "
 if left.rows:
     mine, pytorch = (
@@ -1499,9 +1497,8 @@ lab.read(said)
 # Folded: All checks, how an error is judged, and the dtype of the output
 lab.together(
     lab.read(
-        "An error may be twice PyTorch's, because two results that are each rounded once may "
-        "differ by that much. In float32 we allow four times, because the GPU's reciprocal square "
-        "root may be off by two units in the last place (ulp). The package's tests run the loop, "
+        "In float32 the GPU's reciprocal square root may be off by two units in the last place "
+        "(ulp). The package's tests run the loop, "
         "on shorter rows. Weight and bias have the dtype of `x`. We judge the output in parts of "
         "at most 64 rows and 1,024 columns: the error of a part is its largest difference from the "
         "truth, "
@@ -1532,10 +1529,10 @@ lab.together(
 # How fast is it?
 # ---------------
 #
-# Does the operator keep the speed of a copy at every length, and do others? We compare it with
-# PyTorch, ``torch.compile``, `Liger <https://github.com/linkedin/Liger-Kernel>`_ (in Triton) and
-# `quack <https://github.com/Dao-AILab/quack>`_ (in NVIDIA's CuTe DSL). In the figure, 16Ki stands
-# for 16,384 columns:
+# We compare the operator with PyTorch, ``torch.compile``, `Liger
+# <https://github.com/linkedin/Liger-Kernel>`_ (in Triton) and `quack
+# <https://github.com/Dao-AILab/quack>`_ (in NVIDIA's CuTe DSL). In the figure, 16Ki stands for
+# 16,384 columns:
 
 
 # Measuring
@@ -1586,29 +1583,22 @@ in_dtypes = [{"dtype": "bfloat16"}, {"dtype": "float32"}]
 losses = forward.losses(*in_dtypes)
 
 
-def about_quack(sweep):
-    """Where quack falls far behind itself, and whether it does so on other GPUs."""
-    shares = {
-        n: 100 * sweep.share("quack", dtype="bfloat16", columns=n)
-        for n in COLUMNS
-        if not sweep.at(provider="quack", dtype="bfloat16", columns=n).empty
-    }
-    if not shares:
-        return "quack did not run here."
-    at, least = min(shares.items(), key=lambda item: item[1])
-    if least > 0.5 * statistics.median(shares.values()):
-        return ""
-    there = {
-        other.provenance["gpu"].split()[1]: 100
-        * other.share("quack", dtype="bfloat16", columns=at)
-        for other in sweep.elsewhere
-        if not other.at(provider="quack", dtype="bfloat16", columns=at).empty
-    }
-    return (
-        f"At {at:,} columns quack falls to {least:.0f} %"
-        + "".join(f", and on an {gpu} to {of:.0f} %" for gpu, of in there.items())
-        + ". We do not know why."
-    )
+def fallen(sweep):
+    """The libraries that fall far behind themselves: to how much of a copy, and where."""
+    found = {}
+    for library in ("torch.compile", "Liger", "quack"):
+        shares = {
+            n: 100 * sweep.share(library, dtype="bfloat16", columns=n)
+            for n in COLUMNS
+            if not sweep.at(provider=library, dtype="bfloat16", columns=n).empty
+        }
+        at = min(shares, key=shares.get, default=None)
+        if at and shares[at] < 0.5 * statistics.median(shares.values()):
+            found[library] = f"{library}'s {shares[at]:.0f} % at {at:,} columns"
+    return " and ".join(found.values())
+
+
+unexplained = fallen(forward)
 
 
 def in_short(dtype):
@@ -1634,8 +1624,9 @@ def beaten():
     names = " or ".join(sorted({row["library"] for row in losses}))
     return (
         f"**A library is more than 1 % faster in {'only ' * (3 * len(losses) < cases)}"
-        f"{len(losses)} of {cases} cases**, float32 included: {names} leads there by "
-        f"{'up to ' * (len(losses) > 1)}{max(leads):.0f} %."
+        f"{len(losses)} of {cases} cases** ({len(COLUMNS)} lengths, {len(in_dtypes)} dtypes): the "
+        f"fastest is {'always ' * (len(losses) > 1)}{names}, {'up to ' * (len(losses) > 1)}"
+        f"{max(leads):.0f} % ahead."
     )
 
 
@@ -1674,7 +1665,12 @@ said = (
         else f"against {100 * peer:.0f} for the fastest library, {name}."
     )
 )
-lab.together(lab.read(said), lab.read(beaten()))
+lab.together(
+    lab.read(said),
+    lab.read(
+        beaten() + f" In bfloat16, we cannot explain {unexplained}." * bool(unexplained)
+    ),
+)
 
 # %%
 
@@ -1765,8 +1761,8 @@ lab.read(
         f"{called[0]:.0f} µs for {fewest} rows of 1,024 columns, and PyTorch's {theirs[0]:.0f}. "
     )
     + (
-        "The host makes this difference, because it prepares our call in Python and PyTorch's in "
-        "C++. Record such calls in a CUDA graph, which replays prepared launches: there ours is no "
+        "The host makes this difference: it prepares our call in Python, PyTorch's in C++. "
+        "Record such calls in a CUDA graph, which replays prepared launches: there ours is no "
         "slower."
         if slow_call and alone[0] <= 1.02 * theirs_alone[0]
         else "In a CUDA graph, which replays prepared launches, the two take "
@@ -1876,15 +1872,14 @@ lab.read(
         else "**Rows whose length is not a multiple of 8 can be much slower.** "
     )
     + "A thread can load eight bfloat16 numbers at once, but only if every row begins at a "
-    "multiple of 16 bytes. At 4,101 columns it must load single numbers, and our kernel falls to "
-    f"{ours[4101]:.0f} % of a copy. "
-    + " ".join(
-        f"Of the lengths in the fold, `{name}` is faster at {' and '.join(leads)}, by "
-        f"{'up to ' * (len(leads) > 1)}{max(leads.values())} points."
+    "multiple of 16 bytes. At 4,101 columns it must load single numbers: our kernel falls to "
+    f"{ours[4101]:.0f} % of a copy"
+    + "".join(
+        f", and `{name}` is {leads['4,101']} points ahead"
         for name, leads in ahead_at.items()
-        if leads
+        if "4,101" in leads
     )
-    + " Choose a multiple of 16 if you can, because rows are then aligned in every dtype."
+    + ". Choose a multiple of 8 if you can."
 ) if ours else None
 
 # %%
@@ -1924,6 +1919,12 @@ gain = {
     n: round(of["Kernel Book"]) / round(of["told nothing"]) for n, of in shares.items()
 }
 more = [gain[n] for n in shares if unit_of(n) > 1]
+aligned = [  # where a library is ahead although 8 divides the length
+    f"At {n:,} columns, which 8 divides, `{name}` is {leads[f'{n:,}']} points ahead. "
+    for name, leads in ahead_at.items()
+    for n in UNEVEN
+    if n % 8 == 0 and leads.get(f"{n:,}", 0) > 0
+]
 rows = [
     {
         "columns": f"{n:,}",
@@ -1948,6 +1949,8 @@ about_uneven = (
         lab.read(
             f"Where 2, 4 or 8 divides the length, `UNIT` makes the kernel {min(more):.1f} to "
             f"{max(more):.1f} times as fast. At odd lengths it does not help. "
+            + "".join(aligned)
+            + "We do not know why. " * bool(aligned)
             + (
                 f"Rows of 8,188 reach {ours[8188]:.0f} %, so padding probably causes most of the "
                 "loss at 4,100: it fills nearly half of the block of 8,192 in such a row, and "
@@ -1981,7 +1984,12 @@ lab.together(
         "float32 only; the others get them in the dtype of `x`. Two timings of our kernels in "
         "bfloat16, taken from this chapter's figures and tables, differ by up to "
         f"{scatter:.1f} points. In float32 the small kernel with the correction stays within "
-        f"{apart:.1f} points of the operator up to 8,192 columns. {about_quack(forward)}".rstrip()
+        f"{apart:.1f} points of the operator up to 8,192 columns."
+        + "".join(
+            f" An {other.provenance['gpu'].split()[1]} shows the like: {there}."
+            for other in forward.elsewhere
+            if (there := fallen(other))
+        )
     ),
     small,
     on_the_host,
@@ -1993,9 +2001,9 @@ lab.together(
 # What breaks it
 # --------------
 #
-# What makes layer norm silently wrong? Two mistakes appeared above: computing the variance from
-# squares and, in float32, leaving the mean uncorrected. The third is omitting ``tl.where``. Each
-# zero of the padding, which here fills up a block of 1,024, then adds the square of the mean:
+# Two silent mistakes appeared above: computing the variance from squares and, in float32, leaving
+# the mean uncorrected. The third is omitting ``tl.where``. Each zero of the padding, which here
+# fills up a block of 1,024, then adds the square of the mean:
 #
 # .. code-block:: python
 #
@@ -2060,7 +2068,7 @@ lab.read(
 # -------------------
 #
 # - Why the packed kernel is slower than the whole row when it is alone on an SM.
-# - Why one whole row per SM suffices on an H100.
+# - Whether one whole row per SM suffices on an H100 because its memory is slower.
 # - Why split rows in bfloat16 stay far below a copy.
 #
 # In short
