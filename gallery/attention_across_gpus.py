@@ -2,9 +2,9 @@
 Attention across GPUs
 =====================
 
-A model that trains on a million-token text must keep more data than one GPU can hold, yet queries
-must reach the keys on other GPUs. *How do several GPUs share one attention, and how much of their
-speed is left when they do?*
+A model that trains on a million-token text must keep more data than one GPU can hold. When several
+GPUs share it, each query must still reach every key. *How do several GPUs share one attention, and
+how much of their speed is left when they do?*
 
 You will learn
 
@@ -148,7 +148,7 @@ lab.read(
 # The layout of the tokens
 # ------------------------
 #
-# Which tokens should each rank hold? Under a causal mask, token :math:`t`, counted from 0, sees
+# Under a causal mask, token :math:`t`, counted from 0, sees
 # :math:`t + 1` keys, so a late token is more work than an early one. Let four ranks share eight
 # tokens, first in order and then with one token from either end:
 
@@ -303,15 +303,17 @@ lab.sketch(
 # The loop on one rank
 # --------------------
 #
-# How does a rank send and compute at the same time? Each rank is a process, and NCCL, NVIDIA's
+# Each rank is a process, and NCCL, NVIDIA's
 # communication library, runs its transfers on a :term:`stream` of their own.
 # ``ring._pass_on(sent, group, into)`` starts sending ``sent`` to the next rank and receiving
 # ``into`` from the previous one, and returns handles immediately. Calling ``wait`` on a handle
-# makes the kernels' stream wait, but not the host.
+# makes the kernels' stream wait, but not the host. **To hide a transfer, start it before the kernel
+# and wait for it after the merge.**
 #
-# Here is ``ring_in_turn`` as one rank runs it, with a causal mask and zig-zag. In each step, ``kv``
-# holds the keys and values of the rank ``source``, ``following`` is the memory for the next ones,
-# and ``attention`` is the kernel of the earlier chapters:
+# Here is ``ring_in_turn`` as one rank runs it, with a causal mask and zig-zag. In each step (from 0
+# here, from 1 in the figures), ``kv`` holds the keys and values of the rank ``source``,
+# ``following`` is the memory for the next ones, and ``attention`` is, on Hopper GPUs, the kernel of
+# :doc:`/chapters/attention_hopper`:
 
 
 def ring_of_rank(rank, world, q, k, v):
@@ -367,14 +369,9 @@ errors = [
 on_one = F.scaled_dot_product_attention(*drawn, is_causal=True)
 error_of_one = (on_one.double() - truth).abs().max().item()
 assert max(errors) < 0.05
-lab.together(
-    lab.read(
-        f"On {ranks.world} ranks, this loop comes within {errors[0]:.4f} of float64, and PyTorch's "
-        f"attention on one device, which rounds less often, within {error_of_one:.4f}."
-    ),
-    lab.read(
-        "To hide a transfer, start it before the kernel and wait for it after the merge."
-    ),
+lab.read(
+    f"On {ranks.world} ranks, this loop comes within {errors[0]:.4f} of float64, and PyTorch's "
+    f"attention on one device, which rounds less often, within {error_of_one:.4f}."
 )
 
 # %%
@@ -476,7 +473,7 @@ lab.together(
 # All to all
 # ----------
 #
-# Is there a way without a ring? Attention computes each head independently, so the ranks can split
+# Attention computes each head independently, so the ranks can split
 # the heads, as in DeepSpeed Ulysses. One exchange turns all heads of some tokens into all tokens of
 # some heads, each rank computes ordinary attention on these, and a second exchange undoes the
 # first.
@@ -531,17 +528,16 @@ lab.together(
 )
 
 # %%
-# **By the bytes, all to all suits short parts on many ranks.** With as many key heads as query
-# heads, the ring sends :math:`W / 2` times as many in the forward pass, but it computes meanwhile,
-# which suits long parts. All to all also needs a number of ranks that divides both numbers of
-# heads.
+# **All to all sends fewer bytes, so it suits short parts on many ranks.** With as many key heads as
+# query heads, the ring sends :math:`W / 2` times as many in the forward pass (with two ranks, as in
+# our timings, equally many), but it computes meanwhile, which suits long parts. All to all also
+# needs a number of ranks that divides both numbers of heads.
 
 # %%
 # Is it right?
 # ------------
 #
-# We compare the outputs and gradients of both methods with float64, here on two ranks; three and
-# four run only in the package's tests.
+# We compare the outputs and gradients of both methods with float64, here on two ranks.
 
 # Measuring
 METHODS = {
@@ -601,7 +597,10 @@ checked = lab.check("Attention across ranks", cases())
 # Reading
 found = checked.plain.split("\n")[0].removeprefix("Attention across ranks: ")
 found = found.split(";")[0].rstrip(".")
-lab.read(f"{found[0].upper()}{found[1:]}.")
+lab.read(
+    f"{found[0].upper()}{found[1:]}. With three and four ranks, where one meets both lower and "
+    "higher ones, the package's tests pass on the CPU, in the interpreter."
+)
 
 # %%
 
@@ -914,6 +913,16 @@ in_doubt = [
     if abs(gains[n]) <= between_sweeps or apart(n)[0] <= 0 <= apart(n)[1]
 ]
 given_up = [n for n in LENGTHS if n not in in_doubt and gains[n] < 0]
+
+
+def spread_of(name):
+    """By how many ms the rounds of a version differ at the greatest length."""
+    fastest_round, slowest_round = rounds_of(name, last)
+    return slowest_round - fastest_round
+
+
+widest = max(("zig-zag", "Kernel Book"), key=spread_of)
+scattered = last in in_doubt and apart(last)[0] <= 0 <= apart(last)[1]
 lost_ms = speed.milliseconds_at("Kernel Book", seqlen=first) - speed.milliseconds_at(
     "zig-zag", seqlen=first
 )
@@ -931,12 +940,20 @@ lab.together(
     ),
     lab.read(
         ("**Hiding the transfers brings less.** " if 1 < by_hiding < by_layout else "")
-        + f"At {length:,} tokens it {'saves' if saved_ms > 0 else 'costs'} {abs(saved_ms):.0f} ms"
-        + (f", at {last:,} nothing that we can measure" if last in in_doubt else "")
+        + f"At {length:,} tokens it {'saves' if saved_ms > 0 else 'costs'} {abs(saved_ms):.0f} ms."
+        + (f" At {last:,} we can measure no difference" if last in in_doubt else "")
         + (
-            f", and at {first:,} it costs {lost_ms:.1f} ms."
-            if first in given_up
+            f", because rounds of {'zig-zag' if widest == 'zig-zag' else 'our ring'} alone take "
+            f"{' to '.join(f'{ms:.0f}' for ms in rounds_of(widest, last))} ms."
+            if scattered
             else "."
+            if last in in_doubt
+            else ""
+        )
+        + (
+            f" At {first:,} it costs {lost_ms:.1f} ms; why, we did not look into."
+            if first in given_up
+            else ""
         )
     ),
 )
@@ -951,23 +968,6 @@ at_first = {name: speed.milliseconds_at(name, seqlen=first) for name in RUNGS}
 one_gpu = WORLD * speed.milliseconds_at("ideal", seqlen=first)
 none_pays = min(at_first.values()) > one_gpu
 all_pay = all(WORLD * percent(name, LENGTHS[-2]) > 100 for name in RUNGS)
-lab.read(
-    (
-        f"**At {first:,} tokens, {WORLD} GPUs are slower than one.** One GPU takes {one_gpu:.1f} "
-        f"ms, and the four versions {min(at_first.values()):.1f} to "
-        f"{max(at_first.values()):.1f} ms. "
-        if none_pays
-        else f"At {first:,} tokens, our ring reaches {percent('Kernel Book', first):.0f} % of "
-        "linear scaling. "
-    )
-    + (
-        "Leave such a sequence on one GPU, and give the other GPUs sequences of their own."
-        if none_pays and WORLD > 2
-        else "Leave such a sequence on one GPU, and give the other GPU a sequence of its own."
-        if none_pays
-        else ""
-    )
-)
 
 # %%
 
@@ -1105,21 +1105,37 @@ def share_in_words(x):
     return f"about {words[nearest]}" if abs(nearest - x) < 0.04 else f"{100 * x:.0f} %"
 
 
-alone_take = (
-    "on the shortest sequence, the kernels, timed one at a time, take "
-    f"{share_in_words(by_kernels / ring_ms)} of the ring's time and the host "
-    f"{share_in_words(ring_cost / ring_ms)}"
+parts_of_time = (
+    f"timed apart, the kernels take {share_in_words(by_kernels / ring_ms)} of our ring's time and "
+    f"the host {share_in_words(ring_cost / ring_ms)}"
 )
 why_short = (
-    f"Neither the kernels nor the host explains this alone: {alone_take}"
-    + (
-        f", while linear scaling allows {100 * ideal_ms / ring_ms:.0f} %."
-        if min(by_kernels, ring_cost) > ideal_ms
-        else "."
-    )
+    f"Neither the kernels nor the host explains this alone: {parts_of_time}."
     if max(by_kernels, ring_cost) < 0.9 * ring_ms
-    else f"Either the kernels or the host may cause the loss: {alone_take}. Since the two "
-    "overlap in the ring, we cannot tell which it is."
+    else f"Either the kernels or the host may be the cause: {parts_of_time}. Since the two overlap "
+    "in the ring, we cannot tell which it is."
+)
+
+# %%
+
+# Reading
+lab.read(
+    (
+        f"**At {first:,} tokens, {WORLD} GPUs are slower than one.** One GPU takes {one_gpu:.1f} "
+        f"ms, and the four versions {min(at_first.values()):.1f} to "
+        f"{max(at_first.values()):.1f} ms. "
+        if none_pays
+        else f"At {first:,} tokens, our ring reaches {percent('Kernel Book', first):.0f} % of "
+        "linear scaling. "
+    )
+    + (why_short if lost else "")
+    + (
+        " Leave such a sequence on one GPU, and give the other GPUs sequences of their own."
+        if none_pays and WORLD > 2
+        else " Leave such a sequence on one GPU, and give the other GPU a sequence of its own."
+        if none_pays
+        else ""
+    )
 )
 
 # %%
@@ -1154,11 +1170,14 @@ lab.together(
         "The times of kernels and host, both passes",
     ),
     lab.read(
-        ("Short sequences scale worse in every version. " if lost else "")
-        + why_short
-        + (
-            " Why hiding the transfers loses to waiting for them there, we did not look into."
-            if first in given_up
+        (
+            "Short sequences scale worse in every version"
+            + (
+                f"; linear scaling allows {100 * ideal_ms / ring_ms:.0f} % of our ring's time."
+                if min(by_kernels, ring_cost) > ideal_ms
+                else "."
+            )
+            if lost
             else ""
         )
         + (
@@ -1413,7 +1432,7 @@ kept = LAYERS * KEPT * MEMORY_LENGTH * per_token / 2**30
 lab.read(
     "**Each GPU keeps only its share for the backward pass.** On paper, "
     f"{LAYERS} layers keep {kept:.0f} GiB for {MEMORY_LENGTH:,} tokens on one GPU, or "
-    f"{kept / most:.0f} GiB on each of {most}. A layer's peak falls by only "
+    f"{kept / most:.0f} GiB on each of {most}. The measured peak of one layer falls by only "
     f"{100 * (1 - together / gib.get(1, nan)):.0f} %, because parts and gradients in transit add "
     "to it."
 )
@@ -1455,7 +1474,6 @@ lab.together(
 # Reading
 profiled = 16384 // SHRINK * WORLD
 lab.read(
-    "Which of the transfers hide? "
     f"We profile both versions of zig-zag on rank 0, with {profiled:,} tokens in all. With two "
     "ranks, a call makes four transfers: keys and values in the forward pass (1) and in the "
     "backward pass (2), their gradients (3), and the complete gradients on their way home (4). A "
@@ -1585,6 +1603,9 @@ def draw_schedule(axes, rows):
                 axes.text((start + end) / 2, top, name, color=ink, **middle)
             elif name == "backward" and end <= second + longest / 100:
                 axes.text(start, top - 0.5, "merge", fontsize=9, color=muted)
+            elif name == "backward" and start >= max(transfers)[1]:
+                look = {"fontsize": 9, "color": muted, "ha": "right"}
+                axes.text(end - longest / 80, top - 0.5, "adds dq", **look)
         bars = [(start, end - start) for start, end in transfers]
         axes.broken_barh(bars, (top + 0.65, 0.7), color=moving, linewidth=0)
         if len(transfers) == 4:
@@ -1650,10 +1671,18 @@ lab.read(
     "**Transfers 2 and 3 hide behind the backward pass.** Transfer 4 does not, because almost "
     "nothing is left to compute"
     + (
-        ", and neither does most of transfer 1, because the host launches it before the first "
-        "kernel. In a longer ring, these two are a smaller share of all transfers."
+        ", and neither does most of transfer 1, because the first kernel starts "
+        f"{begins - of_first[0]:.1f} ms later than it. In a longer ring, these two are a "
+        "smaller share of all transfers."
         if first_shows
         else "."
+    )
+    + (
+        f" At {last:,} tokens, hiding 2 and 3 would save {hides * last / profiled:.0f} ms if their "
+        f"time grew with the bytes, less than the {spread_of(widest):.0f} ms by which the rounds "
+        "differ there."
+        if scattered and WORLD == 2 and hides * last / profiled < spread_of(widest)
+        else ""
     )
     if profiler_saw
     else "The profiler saw no kernel on this machine."
@@ -1836,8 +1865,7 @@ lab.table(
 # Reading
 lab.read(
     f"**Over a network card, parts must be {bandwidth / NETWORK:.0f} times as long as over "
-    f"{joined}**{', which connects the GPUs of a machine' if links else ''}. A faster kernel needs "
-    "longer parts, too, in proportion to its speed."
+    f"{joined}**{', which connects the GPUs of a machine' if links else ''}."
 )
 
 # %%
@@ -1891,13 +1919,14 @@ lab.together(
 
 
 # Measuring
-def simulated(world, tokens, bandwidth):
+def simulated(world, tokens, bandwidth, hosted=True):
     """Milliseconds of a call of the ring with zig-zag, both passes, and what bounds its steps."""
     part = tokens / world
     kv = 2 * part * HEADS * HEAD_DIM * 2 / bandwidth * 1e3  # 16 bits
     # Sums of gradients: 32 bits with more than two ranks, until they are complete.
     gradients = kv * (2 if world > 2 else 1)
     launch = (ring_cost - alone_cost) / (2 * WORLD)  # of a step, in each of two passes
+    launch = launch if hosted else 0.0
     total, bounds = 0.0, []
     for which, travels in (("forward", kv), ("backward", kv + gradients)):
         own, step = (
@@ -1923,19 +1952,25 @@ def alone(tokens):
 CLUSTERS = {8: bandwidth, 64: NETWORK, 1024: NETWORK}
 
 
-def linear(world, tokens, link):
+def linear(world, tokens, link, hosted=True):
     """The share of linear scaling that is predicted, in percent."""
-    return 100 * alone(tokens) / world / simulated(world, tokens, link)[0]
+    return 100 * alone(tokens) / world / simulated(world, tokens, link, hosted)[0]
 
 
 PER_RANK = [2 ** (eighth / 8) for eighth in range(96, 137)]  # 4Ki to 128Ki
 GOOD = 80
 
 
-def reaches(world, link):
+def reaches(world, link, hosted=True):
     """The tokens per rank from which a simulated ring keeps GOOD percent of linear scaling."""
-    shares = [linear(world, world * n, link) for n in PER_RANK]
+    shares = [linear(world, world * n, link, hosted) for n in PER_RANK]
     return 2 ** float(numpy.interp(GOOD, shares, numpy.log2(PER_RANK)))
+
+
+def in_round_numbers(tokens):
+    """A number of tokens, with two digits."""
+    tokens = about(tokens)
+    return f"{tokens / 1e6:.2g} million" if tokens >= 1e6 else f"{tokens:,.0f}"
 
 
 # %%
@@ -1948,15 +1983,16 @@ differ = {n: promises[n] - percent("Kernel Book", n) for n in LENGTHS}
 optimistic = min(differ.values()) > 0
 lab.together(
     lab.read(
-        f"How long must a text be to keep 64 GPUs busy, at {GOOD} % of linear scaling? **About "
-        f"{about(64 * enough) / 1e6:.1f} million tokens, or {enough:,.0f} per GPU, by a simulation"
-        f"{' that proves optimistic' if optimistic else ''}.**"
+        f"How long must a text be to keep 64 GPUs busy, at {GOOD} % of linear scaling? "
+        f"**{'At least' if optimistic else 'About'} {in_round_numbers(64 * enough)} tokens, or "
+        f"{enough:,.0f} per GPU, by a simulation.**"
     ),
     lab.read(
         f"We have only {WORLD} GPUs, so we put larger rings together from the steps and transfers "
         "that we measured: a step lasts as long as its scores, the transfer beside them or the "
-        "host's launch, whichever is longest. Eight GPUs share a machine and get the measured "
-        f"speed of {joined}; larger rings get a network card's full {NETWORK / 1e9:.0f} GB/s:"
+        "host's launch, whichever is longest; no rank is slow, no switch is shared. Eight GPUs "
+        f"share a machine and get the measured speed of {joined}; larger rings get a "
+        f"network card's full {NETWORK / 1e9:.0f} GB/s:"
     ),
 )
 
@@ -2034,12 +2070,11 @@ between_lines = max(
     abs(linear(64, 64 * n, NETWORK) - linear(1024, 1024 * n, NETWORK)) for n in PER_RANK
 )
 lab.read(
-    "In a simulation without slow ranks or a shared switch, rings of 64 and of 1,024 GPUs "
-    + (
-        "share one line, so sixteen times as many GPUs need a text sixteen times as long:"
-        if between_lines < 2
-        else f"lie within {between_lines:.0f} points. They need:"
-    )
+    "With parts of the same length, the ring's time and that of linear scaling both grow in "
+    "proportion to the number of ranks, so 64 and 1,024 GPUs share one line, and sixteen times as "
+    "many GPUs need a text sixteen times as long:"
+    if between_lines < 2
+    else f"The lines of 64 and of 1,024 GPUs lie within {between_lines:.0f} points. They need:"
 )
 
 # %%
@@ -2050,7 +2085,7 @@ lab.table(
             "GPUs": f"{world:,}",
             "connection": joined if link == bandwidth else "network card",
             "tokens per rank": f"{enough_of[world]:,.0f}",
-            "tokens in all": f"{float(f'{world * enough_of[world]:.2e}'):,.0f}",
+            "tokens in all": in_round_numbers(world * enough_of[world]),
         }
         for world, link in CLUSTERS.items()
     ]
@@ -2065,12 +2100,18 @@ lab.table(
 second = LENGTHS[1] if len(LENGTHS) > 2 else last
 lab.read(
     (
-        "**Plan with longer parts, because the simulation is far too optimistic for short ones.** "
+        "**Plan with longer parts"
+        + (
+            f", of {second // WORLD:,} tokens or more"
+            if first / WORLD < enough < second / WORLD and differ[second] < 10
+            else ""
+        )
+        + ", because the simulation is far too optimistic for short ones.** "
         if differ[first] > 10
         else ""
     )
-    + f"For {WORLD} GPUs with {first // WORLD:,} tokens each, it promises {promises[first]:.0f} % "
-    f"(circle), and we measured {percent('Kernel Book', first):.0f} (cross); with "
+    + f"For {WORLD} GPUs with {first // WORLD:,} tokens each, it promises {promises[first]:.0f} %, "
+    f"and we measured {percent('Kernel Book', first):.0f}; with "
     f"{second // WORLD:,} tokens, {promises[second]:.0f} and "
     f"{percent('Kernel Book', second):.0f}."
 )
@@ -2096,11 +2137,23 @@ flat = (
     if steps.rows
     else {nan}
 )
+hides_from = round(hidden_from("backward", bandwidth), -2)
+without_host = about(reaches(8, bandwidth, hosted=False)) if steps.rows else nan
 lab.read(
-    f"**Over {joined}, hiding the transfers is not enough.** For {GOOD} %, eight simulated GPUs "
-    f"need {stretch:.1f} times the {round(hidden_from('backward', bandwidth), -2):,.0f} tokens per "
-    "rank from which transfers hide, because shorter parts take longer per score"
-    + (" and wait for the host." if by_host else ".")
+    f"**Over {joined}, hiding the transfers is not enough.** "
+    + (
+        f"{WORLD} GPUs reached only {percent('Kernel Book', first):.0f} % at a length at which, by "
+        "the formula, they hide. "
+        if first / WORLD > hides_from and percent("Kernel Book", first) < GOOD
+        else ""
+    )
+    + f"For {GOOD} %, eight simulated GPUs need {stretch:.1f} times the {hides_from:,.0f} tokens "
+    "per rank from which transfers hide, because shorter parts take longer per score; "
+    + (
+        "without the host's launches, they would need as many."
+        if without_host == enough
+        else f"without the host's launches, they would need {without_host:,.0f} tokens."
+    )
 )
 
 # %%
@@ -2146,8 +2199,8 @@ lab.together(
             and max(enough_of.values(), default=nan) < second / WORLD
             else ""
         )
-        + "The last gradients add to the total, because nothing hides them. No rank is slow and no "
-        "switch is shared; a real ring may have both. We interpolate between the lengths that we "
+        + "The last gradients add to the total, because nothing hides them. We "
+        "interpolate between the lengths that we "
         f"timed and extrapolate beyond {largest:,} tokens. The lines of 8 or more GPUs level off "
         f"near {' or '.join(map(str, sorted(flat)))} %, because a forward step over another rank's "
         f"keys takes {100 * (slower - 1):.0f} % longer than as many scores of a rank's own part. "
@@ -2164,7 +2217,7 @@ lab.together(
 # The training script
 # -------------------
 #
-# What changes in a model? Its inputs, the call to attention and the sum of the gradients.
+# In a model, the inputs, the call to attention and the sum of the gradients change.
 # ``torchrun --nproc-per-node=2 train.py`` starts a script once per GPU. Each rank cuts its part
 # from the model's inputs, each of shape (batch, seqlen), and calls ``ring_attention``:
 #
@@ -2173,6 +2226,7 @@ lab.together(
 #    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 #    torch.distributed.init_process_group("nccl")
 #    shard = partial(kernelbook.shard_sequence, dim=1, layout="zigzag")
+#    # labels[:, t] is tokens[:, t + 1], shifted before the cut
 #    tokens, labels, positions = map(shard, (tokens, labels, positions))
 #    ...  # in the model, for q, k and v of shape (batch, heads, seqlen / world, head_dim):
 #    out = kernelbook.ring_attention(q, k, v, is_causal=True, layout="zigzag")
@@ -2180,8 +2234,8 @@ lab.together(
 # ``all_to_all_attention`` takes the same arguments and accepts either layout, since its exchange
 # puts the tokens in order.
 #
-# Shift the labels before cutting, because the label of a piece's last token lies in another piece.
-# Cut the positions too, since they must be those of the whole sequence.
+# The labels are shifted first, because the label of a piece's last token lies in another piece, and
+# the positions are those of the whole sequence.
 #
 # If the loss is a sum over tokens, add the weights' gradients over the ranks. PyTorch's data
 # parallelism averages them, which is right for a mean over equally many labels on every rank.
@@ -2189,7 +2243,7 @@ lab.together(
 # What breaks it
 # --------------
 #
-# What if one rank makes a mistake? Usually the others hang, because they wait for a message that
+# If one rank makes a mistake, the others usually hang, because they wait for a message that
 # never comes. Our ranks therefore first agree on what they are about to compute, and wait no longer
 # than their process group allows.
 #
@@ -2339,7 +2393,7 @@ silent = {row["mistake"] for row in (*shown, *here) if "returns" in row["what it
 lab.read(
     "**With a wrong shape, a late rank or a dead rank, no rank hangs.** If the last rank passes a "
     f"longer part, all ranks refuse it {noticed('another shape')}. If it is late, "
-    f"the others give up after {waits['comes late']:.1f} s, the time-out that we gave them. If it "
+    f"the others give up after {waits['comes late']:.1f} s, the timeout that we gave them. If it "
     f"dies, they notice {noticed('dies')}."
     + (
         f" Some calls return as if nothing had happened: {', '.join(sorted(silent))}."
@@ -2374,10 +2428,8 @@ lab.read(
     + f"Ours reaches {100 * share['Kernel Book']:.0f} % of linear scaling at {length:,} tokens "
     f"{'but only' if lost else 'and'} {percent('Kernel Book', first):.0f} % at {first:,}"
     + (
-        f", where {WORLD} GPUs are slower than one"
-        if none_pays
-        else ", where hiding the transfers does not pay off"
-        if first in given_up
+        ", where hiding the transfers does not pay off"
+        if first in given_up and not none_pays
         else ""
     )
     + ". By the formula, a network card hides transfers from about "

@@ -70,8 +70,9 @@ def simple_backward(x, w, mean, rstd, dy):
 # %%
 # PyTorch runs each operation as a separate :term:`kernel`. For each row of :math:`N` elements,
 # these kernels read :math:`16 N` numbers and write :math:`9 N`. A single kernel that reads ``x``
-# and ``dy`` once and writes ``dx`` moves only :math:`3 N`, which is 12 % of :math:`25 N`. This
-# function, the first of the bars above, can therefore reach at most about 12 on their scale.
+# and ``dy`` once and writes ``dx`` moves only :math:`3 N`, which is 12 % of :math:`25 N`. The bars
+# above count only these :math:`3 N`, in bytes per second, so this function, the first bar, can
+# reach at most about 12. We compare PyTorch's own ``F.layer_norm`` at the end.
 #
 # The idea
 # --------
@@ -105,8 +106,8 @@ def simple_backward(x, w, mean, rstd, dy):
 #          and 4, program 2 rows 2 and 5. Each keeps its sums in registers and leaves one row of
 #          sums. A second kernel reads all three and adds them up to dw and db.
 #
-# In the bars at the top, programs hand over after *every tile*, which is two rows, or only *once*,
-# after all their rows. *64 locks* means 64 shared buffers, each with its own lock.
+# In the bars at the top, each program takes only one tile of two rows (*every tile*), or many tiles
+# and hands over *once*, at its end. *64 locks* means 64 shared buffers, each with its own lock.
 #
 # The mathematics
 # ---------------
@@ -347,10 +348,9 @@ lab.sketch(
 )
 
 # %%
-# With one row per program, the sums would be most of the traffic; with 64 rows, they hardly count.
-# We therefore launch only about as many programs as fit on the GPU's :term:`SMs <SM>` (streaming
-# multiprocessors) at once. Each program loops over its rows and keeps its sums, ``dw`` and ``db``,
-# in :term:`registers <register>`.
+# With 64 rows, the sums hardly count. We therefore launch only about as many programs as fit on the
+# GPU's :term:`SMs <SM>` (streaming multiprocessors) at once. Each program loops over its rows and
+# keeps its sums, ``dw`` and ``db``, in :term:`registers <register>`.
 
 lab.source(sum_my_rows)
 
@@ -519,7 +519,7 @@ lab.source(lock_kernel)
 # What breaks it: a lock without its protections
 # ----------------------------------------------
 #
-# To see what each protection prevents, we remove ``acquire``, ``release`` or both barriers:
+# We remove one protection at a time, the two barriers together; the listing shows all changes:
 #
 # .. code-block:: python
 #
@@ -529,8 +529,8 @@ lab.source(lock_kernel)
 #    tl.atomic_xchg(lock_ptr, 0, sem="relaxed")  # 4, without release
 #
 # Each of 500 programs adds one row to a buffer under the lock. The rows hold small integers, which
-# float32 adds exactly in any order, so a wrong sum must have lost an addition. If the rows hold
-# ones, the sum counts the additions that arrived.
+# float32 adds exactly in any order, so a wrong sum must have lost an addition. A second
+# experiment adds ones, so that the sum counts the additions that arrived.
 
 
 # Measuring
@@ -663,7 +663,7 @@ arriving = {
 lab.table(
     [
         {"protections": PLAINLY[name], "wrong runs of 100": wrong.get(name, "—")}
-        | ({"a sum of 500 ones": arriving[name]} if arriving else {})
+        | ({"sum of 500 ones": arriving[name]} if arriving else {})
         for name in list(PLAINLY)[:4]
     ],
     f"A sum of 500 rows under one lock, on {lost.provenance['gpu']}",
@@ -700,12 +700,12 @@ lab.read(
         else ""
     )
     + (
-        f"Without {others}, no run is wrong. This does not show that we can leave them out, "
+        f"Without {others}, no run is wrong. That does not make them superfluous: "
         + (
-            "because the compiler adds the first barrier by itself (in the fold), and without the "
-            "rest, the GPU's memory model guarantees no order."
+            "the compiler adds the first barrier by itself (in the fold), and without `release` "
+            "or the second barrier, the GPU's memory model guarantees no order."
             if barriers_left == 1 and "the barriers" in unharmed
-            else "since without them the GPU's memory model guarantees no order."
+            else "without them the GPU's memory model guarantees no order."
         )
         if unharmed
         else ""
@@ -749,8 +749,8 @@ lab.source(partial_kernel, "no lock")
 
 # %%
 # A second kernel adds the buffers. It treats each buffer as one row, ``dw`` followed by ``db``, so
-# its ``n_cols`` counts both. Each program takes some of the columns and adds ``BLOCK_ROWS`` buffers
-# at a time, always in the same order.
+# its ``n_cols`` is twice the first kernel's. Each program takes some of the columns and adds
+# ``BLOCK_ROWS`` buffers at a time, always in the same order.
 
 lab.source(sum_of_buffers)
 
@@ -789,8 +789,8 @@ lab.read(
 # -------------------
 #
 # The figure times the three ways on 32,768 rows of 1,024 columns in float32. On the left, 128
-# programs sum 256 rows each; on the right, 16,384 programs sum two. 100 % is the speed of a copy of
-# ``dy``, in bytes per second. The time of partial sums includes the second kernel.
+# programs sum 256 rows each; on the right, 16,384 programs sum two. 100 % is again the speed of a
+# copy. The time of partial sums includes the second kernel.
 
 # %%
 
@@ -882,16 +882,22 @@ lab.read(
         else ". "
     )
     + (
-        "A single lock is slow throughout. "
+        "A single lock is always slow. "
         if max(of_ways["one lock", n] for n in PROGRAMS)
         < of_ways["partial sums", best] / 2
         else ""
     )
     + (
-        "On the right, the bytes of the partial sums explain only part of the loss (in the fold). "
-        "What causes the rest, and why few programs are slow, remains open."
+        "On the right, the bytes of the partial sums explain only part of the loss (in the fold); "
+        "the rest remains open. "
         if many_of < allowed - 2
-        else "Why few programs are slow remains open."
+        else ""
+    )
+    + (
+        f"{PROGRAMS[0]} programs do not even give each SM one; we did not measure what else slows "
+        "few programs."
+        if per_sm < best / PROGRAMS[0]
+        else "Why few programs are slow, we did not measure."
     )
 )
 
@@ -921,7 +927,7 @@ def runs_said(name):
 
 together = ["lock per program"] + ["atomic add"] * ("atomic add" in unlike)
 said = {
-    "lock per program": "under locks",
+    "lock per program": "with locks",
     "atomic add": "with atomic adds",
 }
 alike = len({runs_said(name) for name in together}) == 1
@@ -933,7 +939,7 @@ lab.read(
         else " and ".join(f"in {runs_said(name)} {said[name]}" for name in together)
     )
     + (
-        ", but in none with partial sums, because the second kernel adds them in a fixed order."
+        "; with partial sums, in none, because the second kernel adds them in a fixed order."
         if unlike.get("partial sums") == 0
         else f", and in {runs_said('partial sums')} with partial sums."
     )
@@ -956,7 +962,8 @@ lab.table(
             ("partial sums", "partial sums", "one per program", "anything"),
         )
     ],
-    f"Which way to choose; speeds in % of a copy, on {ways.provenance['gpu']}",
+    "Which way to choose; speeds of the small kernels in % of a copy, float32, 1,024 columns, on "
+    f"{ways.provenance['gpu']}",
 ) if ways.rows else None
 
 # %%
@@ -1002,11 +1009,12 @@ share_of_sums = [  # two float32, written and read: 16 bytes; x, dy, dx: 6
 narrow = of_sums.get(1024, {"rows of sums": nan})["rows of sums"]
 lab.read(
     (
-        "Where the last bits do not matter, an atomic add is as fast and takes less code. "
+        "Where the last bits do not matter, an atomic add is as fast here and takes less code. "
         if atomics > -2
         else ""
     )
-    + "In the book's package, `layer_norm` uses partial sums. In bfloat16, they add at most "
+    + "Many locks cost less than one, as the next section shows. In the book's package, "
+    "`layer_norm` uses partial sums. In bfloat16, at the shapes in the fold, they add at most "
     f"{max(share_of_sums):.1f} % to the bytes of `x`, `dy` and `dx`."
 )
 
@@ -1056,8 +1064,7 @@ lab.together(
 # buffers; it has no atomic add. Unlike the small kernels, it *loads ahead*, copying its next rows
 # into :term:`shared memory` while it works on the current ones.
 #
-# A *tile* is two rows of 1,024 columns, or one longer row. With *every tile*, each program takes
-# only one.
+# A *tile* is two rows of 1,024 columns, or one longer row.
 
 
 # Measuring
@@ -1176,10 +1183,7 @@ at_once = {
     for n in WIDTHS
 }
 change = {row["way"]: row for row in changes.rows}
-apart = (
-    "The figure does not show how much of this comes from loading ahead, which only a program "
-    "with a next tile can do."
-)
+apart = "The figure does not show how much comes from loading ahead, which needs a next tile."
 gains, alone = [nan], nan
 if change:
     gains = [
@@ -1187,8 +1191,9 @@ if change:
         for way in ("64 locks", "partial sums")
     ]
     apart = (
-        "Most of this comes from taking many rows per program, because at this width, loading "
-        f"ahead, which needs a next tile, adds at most {max(gains):.0f} % (in the fold)."
+        "Loading ahead, which needs a next tile, makes it at most "
+        f"{max(gains):.0f} % faster (in the fold). The rest comes from having fewer programs; we "
+        "did not separate their fewer hand-overs from their fewer starts and loads of `w`."
     )
     alone = change["one lock"]["once"]
 behind = {
@@ -1200,7 +1205,7 @@ tile_lock, tile_sums = (
     race_share[name, 8192] for name in ("lock per tile", "partial sums per tile")
 )
 lab.read(
-    "At 1,024 columns, handing over once instead of every tile makes the kernel "
+    "At 1,024 columns, many tiles per program instead of one make the kernel "
     f"{of_lock:.0f} times as fast with locks and {of_sums_alone:.0f} times with partial sums. "
     f"{apart}"
 )
@@ -1213,13 +1218,13 @@ lab.read(
     f"{behind.get(1024, nan)} points behind partial sums at 1,024 columns and "
     f"{behind.get(8192, nan)} at 8,192. "
     + (
-        "But there must be many: at 1,024 columns, a single lock reaches "
-        f"{alone:.0f} % (in the fold). "
+        "But there must be many: in this kernel, a single lock reaches "
+        f"{alone:.0f} % at 1,024 columns (in the fold). "
         if alone < race_share["lock per program", 1024] / 2
         else ""
     )
     + (
-        "With a hand-over every tile, 64 locks even win at 8,192 columns, by "
+        "With one tile per program, 64 locks even win at 8,192 columns, by "
         f"{round(tile_lock) - round(tile_sums)} points; we did not measure why."
         if tile_lock > tile_sums + 1
         else ""
@@ -1324,7 +1329,10 @@ both_right = lab.check("Both reductions", lock_cases())
 
 # Reading
 first = repr(right).splitlines()[0].removeprefix("layer_norm").partition(";")[0]
-lab.read(f"`layer_norm`{first.rstrip('.')}.")
+first = first.removeprefix(": ").replace(
+    " checks passed", " checks of `layer_norm` passed"
+)
+lab.read(f"{first[:1].upper()}{first[1:].rstrip('.')}.")
 
 # %%
 
@@ -1347,9 +1355,9 @@ lab.together(
 # How fast is it?
 # ---------------
 #
-# We time the whole backward pass against ``F.layer_norm``, in PyTorch and compiled, and against
-# Liger and quack, two libraries of open-source kernels. Host time is excluded throughout. 100 % is
-# again the speed of a copy.
+# We time the whole backward pass against ``F.layer_norm``, eager and compiled, and against Liger
+# and quack, two libraries of open-source kernels, on 32,768 rows, or fewer where these would hold
+# more than :math:`2^{27}` numbers. Host time is excluded throughout.
 
 
 # Measuring
@@ -1433,17 +1441,26 @@ each = [
 in_bfloat16 = {
     n: backward.share("Kernel Book", **in_dtypes[0], columns=n) for n in COLUMNS
 }
+narrow_peers = {
+    name: 100 * backward.share(name, **in_dtypes[0], columns=1024)
+    for name in ("PyTorch", "torch.compile")
+}
 leads = all(
     ours > backward.best_peer(**in_dtypes[0], columns=n)[1]
     for n, ours in in_bfloat16.items()
 )
 lab.read(
     (
-        "In bfloat16 the kernel is the fastest at every width, at "
+        f"On {gpu}, in bfloat16, the kernel is the fastest at every width, at "
         f"{100 * min(in_bfloat16.values()):.0f} % to {100 * max(in_bfloat16.values()):.0f} % of a "
         "copy. "
         if leads
         else f"{backward.summary(**in_dtypes[0])} "
+    )
+    + (
+        "At 1,024 columns, where the separate operations reach "
+        f"{100 * race.share('simple_backward', columns=1024):.0f} %, `F.layer_norm` reaches "
+        f"{narrow_peers['PyTorch']:.0f} %, compiled {narrow_peers['torch.compile']:.0f} %. "
     )
     + (
         f"{'. '.join(each)}; elsewhere, no library is ahead by more than 1 point."
@@ -1461,8 +1478,7 @@ lab.together(
         f"In float32, the kernel reaches {min(in_float32):.0f} % to {max(in_float32):.0f} % of a "
         "copy. We call all of them through autograd, except quack, whose backward kernels we call "
         "directly, with a float32 weight. A copy moves two numbers per element, the backward pass "
-        "three. There are 32,768 rows, or fewer where these would hold more than "
-        f"{2**27:,} numbers."
+        "three."
     ),
 )
 
@@ -1513,24 +1529,22 @@ drop = [
     for n in (8192, 16384, 32768)
 ]
 lab.read(
-    f"Why is a wide row slower? In bfloat16, our line falls from {drop[0]:.0f} % at 8,192 columns "
-    f"to {drop[1]:.0f} % at 16,384 and {drop[2]:.0f} % at 32,768. "
-    + (
-        "Loading less ahead is at most part of the cause, and waiting for other programs is none."
-        if not waiting and none > four
-        else ""
-    )
+    f"Wide rows are slower: in bfloat16, our line falls from {drop[0]:.0f} % at 8,192 columns "
+    f"to {drop[1]:.0f} % at 16,384 and {drop[2]:.0f} % at 32,768."
 ) if not drop[2] >= drop[1] - 5 else None
 
 # %%
-# A program keeps 8 bytes of sums per column in registers: 32,768 columns would fill all 256 KiB
-# that an SM has. Up to 8,192 columns, a *whole* row fits beside its sums. So do 16-bit rows of
-# 16,384 numbers, *packed* two to a register. A *group* of programs *shares* any other wide row.
-# Each takes one part, but ``c1`` and ``c2`` are means over the whole row, so the programs exchange
-# their sums through *slots* in memory, as in :doc:`/chapters/softmax`, and wait for each other.
+# A program's sums take 8 bytes of registers per column: 32,768 columns would fill all 256 KiB that
+# an SM has. A row is therefore
 #
-# In the last line of the table, the same kernel runs on rows of 2,048 columns: each part is a row
-# by itself, and no program waits.
+# - *whole* up to 8,192 columns: one program holds it beside its sums;
+# - *packed* in 16 bits at 16,384 columns: the same, with two numbers to a register;
+# - *shared* otherwise: it is split over a *group* of programs (32,768 columns of bfloat16 over 16),
+#   which exchange their shares of ``c1`` and ``c2`` through *slots* in memory, as in
+#   :doc:`/chapters/softmax`, and wait for each other.
+#
+# In the last line of the table, the shared rows' kernel runs on rows of 2,048 columns: each part is
+# a row by itself, and no program waits.
 
 # %%
 
@@ -1565,20 +1579,20 @@ lab.table(
 
 # Reading
 def ahead_said():
-    said = (
-        f"Waiting costs {alone - four:.0f} points: parts that are rows by themselves reach "
-        f"{alone:.0f} %. "
-        if waiting
-        else "Parts that are rows by themselves are no faster than shared rows. "
-    )
-    said += f"Loading nothing ahead costs whole rows {three - none:.0f} points"
+    said = f"Loading nothing ahead costs whole rows {three - none:.0f} points"
     said += (
         f", which could explain the {three - packed:.0f} points that packed rows lose. "
         if none <= packed
         else f"; packed rows, which load nothing ahead either, are {three - packed:.0f} behind. "
     )
     if none > four:
-        said += "But shared rows are slower still, although they load ahead; why remains open. "
+        said += "But shared rows are slower still, although they load ahead. "
+    said += (
+        f"Waiting costs up to {alone - four:.0f} points: parts as rows reach {alone:.0f} %."
+        if waiting
+        else "We find no sign that waiting is the cause: parts as rows are "
+        f"{'no' if alone <= four else 'hardly'} faster. The cause remains open."
+    )
     return said
 
 
@@ -1592,7 +1606,7 @@ def sharing_said():
     said = ""
     if four > single + 10:
         said = (
-            "If you write such a kernel, fill each SM: with one program per SM, shared rows reach "
+            "Such a kernel needs several programs per SM: with one, shared rows reach "
             f"{single:.0f} %, with four {four:.0f} %. "
         )
     quack = 100 * backward.share("quack", dtype="float32", columns=16384)
@@ -1608,7 +1622,7 @@ def sharing_said():
 lab.read(sharing_said()) if sharing_said() else None
 
 # %%
-# .. dropdown:: How the programs of a group wait less
+# .. dropdown:: How we made the programs of a group wait less
 #
 #    Each column belongs to one program of the group, so ``dw`` and ``db`` need no exchange. In each
 #    iteration, a program *publishes* the sums of its part of a row in a slot, *loads* its part of
@@ -1673,7 +1687,7 @@ lab.together(
 # A gradient that sums over rows needs no lock. It is fast when each program sums many rows in
 # registers before it hands over anything: the partial sums then add few bytes, and no program waits
 # to add. A second kernel adds them in a fixed order, which gives the same bits in every run on one
-# GPU. Where the last bits do not matter, an atomic add is as fast.
+# GPU. Where the last bits do not matter, an atomic add was as fast at 1,024 columns.
 #
 # Exercises
 # ---------

@@ -7,11 +7,11 @@ Hopper GPU, dedicated units carry out the loads and the matmuls, and a warp spen
 waiting for one or the other. *What does a kernel gain if some warps only load and the others only
 multiply, and what can go wrong between them?*
 
-From roles, the matmul of this chapter gains nothing, because the steps of the best loop without
-them (third bar) already keep the tensor cores busy. That loop is even slightly faster, and Triton's
-``tl.dot`` matches it. But with roles, one group of warps can compute attention's softmax while the
-tensor cores multiply for another. We therefore make a matmul fast without roles, add them, find out
-why they do not help, and break them on purpose; the next chapter takes them to attention.
+The matmul of this chapter gains nothing from roles, because the steps of the best loop without them
+(third bar) already keep the tensor cores busy. That loop is even slightly faster than the one with
+roles (the decimals are below), and Triton's ``tl.dot`` matches it. But with roles, one group of
+warps can compute attention's softmax while the tensor cores multiply for another, as in the next
+chapter. Here we make a matmul fast without roles, add them, and break them on purpose.
 
 You will learn
 
@@ -483,8 +483,7 @@ def turns():
 # the matmul has read this slot, and until they arrive the tensor cores are idle.
 #
 # **Rung 2: loads ahead.** With three slots, the tiles of the next two steps arrive during a matmul.
-# But the warps wait for the matmul before they ask for more tiles, and while they ask, the tensor
-# cores are idle.
+# But the warps wait for it before they ask for more, and while they ask, the tensor cores are idle.
 #
 # **Rung 3: one matmul in flight.** The warps need not wait, because ``wgmma``, like the copy, only
 # starts the work: with ``is_async=True``, ``warpgroup_mma`` returns at once. A later
@@ -504,8 +503,8 @@ def drawn_flight(axes):
         axes.barh(lane, until - begin, left=begin, **look)
         middle = (begin + until) / 2
         ink = "#ffffff" if shade == "asks" else "#1f2328"
-        look = {"ha": "center", "va": "center", "fontsize": 10}
-        axes.text(middle, lane, text, color=ink, **look)
+        look = {"ha": "center", "va": "center", "fontsize": 9 if "\n" in text else 10}
+        axes.text(middle, lane, text, color=ink, linespacing=1.0, **look)
 
     for lane, in_flight in ((0, 0), (2, 1)):
         now = issued = free = 0.0
@@ -520,14 +519,16 @@ def drawn_flight(axes):
                 continue
             issued, now = now, ends[i - in_flight]
             if issued < min(now, end):
-                bar(lane, issued, now, f"wait for {i - in_flight}", "waits")
+                bar(lane, issued, now, f"wait for\nmatmul {i - in_flight}", "waits")
             if now < end:
                 bar(lane, now, now + ask, "ask", "asks")
             now += ask
     names = ("rung 2: warps", "tensor cores", "rung 3: warps", "tensor cores")
     axes.set_yticks(range(4), names)
     axes.invert_yaxis()
-    axes.set(xticks=[], xlabel="time, not to scale", xlim=(0, end))
+    axes.set(
+        xticks=[], xlabel="time, not to scale, without the barriers", xlim=(0, end)
+    )
     axes.grid(False)
 
 
@@ -932,8 +933,8 @@ lab.together(
 #    :language: python
 #    :pyobject: matmul_kernel
 #
-# The first role runs in the four warps of the launch. Every other role gets extra warps:
-# ``[1]`` says how many, and ``[24]`` says how many registers each of their threads gets.
+# Every role but the first gets extra warps: ``[1]`` says how many, and ``[24]`` says how many
+# registers each of their threads gets.
 #
 # **The launch** writes the descriptors and starts one program per tile of ``c``:
 #
@@ -948,7 +949,10 @@ lab.together(
 def tried_here():
     """What is known of the small matmul: that it is right, where a GPU can run it."""
     if not HOPPER:
-        return "The package's test compares this matmul with float64 and has passed on an H200."
+        return (
+            "The package's test compares this matmul with float64 and has passed on an H200; we "
+            "have not timed it."
+        )
     left, right = torch.randn(2, 640, 640, device=runtime.DEVICE, dtype=torch.bfloat16)
     exact = left.double() @ right.double()
     off = (small.matmul(left, right) - exact).abs().max() / exact.abs().max()
@@ -997,17 +1001,18 @@ lab.together(
 # Rung 4: a loader and two consumers
 # ----------------------------------
 #
-# For a fair comparison, rung 4 uses the tiles of the rungs before it. It needs two consumers,
-# because each thread of a single one would hold 256 accumulators, and a thread has at most 255
-# :term:`registers <register>`. Two things are new:
+# Rung 4 keeps the tiles of the rungs before it. It needs two consumers, because each thread of a
+# single one would hold 256 accumulators, and a thread has at most 255 :term:`registers <register>`.
+# Two things are new:
 #
 # - **Two consumers release a slot.** It is empty when both have read it, so its barrier counts two:
-#   ``mbarrier.init(empty.index(s), count=2)``. With a count of one, each tile would end two phases
-#   and leave the parity unchanged: in our model all three roles then wait for ever.
-# - **Registers change hands.** The loader counts as a third warpgroup, so each thread starts with
-#   168 of the SM's 65,536 registers. The loader needs hardly any, so the consumers get most of its
-#   share: 3 × 168 = 240 + 240 + 24. We ask for consumer 1's and the loader's; consumer 0 gets the
-#   rest.
+#   ``mbarrier.init(empty.index(s), count=2)``. With a count of one, the loader may refill a slot as
+#   soon as one consumer has read it. If both arrive before it looks, the parity is unchanged after
+#   two phases: in our model all three roles then wait for ever.
+# - **Registers change hands.** Only whole warpgroups can give and take them, so the loader's single
+#   warp counts as a third one, and each thread starts with 168: the SM's 65,536 / (3 × 128),
+#   rounded down to a multiple of 8. The loader needs hardly any: 3 × 168 = 240 + 240 + 24.
+#   ``[240, 24]`` names the added roles, consumer 1 and the loader; consumer 0 gets the rest.
 #
 # .. code-block:: python
 #
@@ -1221,10 +1226,10 @@ needed = lab.measure("What the rungs need", resources)
 
 # Reading
 passed = re.search(
-    r"(\d+) checks passed (.+), the worst at", checks.plain.splitlines()[0]
+    r"(\d+) checks passed (.+), the worst at (.+)\.", checks.plain.splitlines()[0]
 )
 lab.read(
-    f"All {passed[1]} checks against float64 passed {passed[2]}."
+    f"All {passed[1]} checks against float64 passed {passed[2]}, the worst at {passed[3]}."
     if passed
     else checks.plain.splitlines()[0]
 )
@@ -1238,21 +1243,16 @@ lab.together(
     checks,
     needed,
     lab.read(
-        "All threads start with 168 registers: the SM's 65,536 divided among 3 × 128 threads, "
-        "rounded down to a multiple of eight. The loader's single warp counts as four, because "
-        "`setmaxnreg`, the instruction that moves registers, acts on whole warpgroups."
-    ),
-    lab.read(
         (
             f"The rungs spill {spills:.0f} value{'s' * (spills > 1)}."
             if spills
             else "No rung spills a value."
         )
         + (
-            " The threads of the consumers have 240 registers and those of the loader 24. Before "
-            "and after the roles, Triton gives 256 to the default partition and 120 to each of the "
-            "two other warpgroups. A thread can name only 255 of its 256, but `setmaxnreg` takes "
-            "multiples of 8."
+            " The instruction that moves registers is `setmaxnreg`. Before and after the roles, "
+            "Triton gives 256 to the default partition and 120 to each of the two other "
+            "warpgroups. A thread can name only 255 of its 256, but `setmaxnreg` takes multiples "
+            "of 8."
             if asked == "24, 120, 240, 256"
             else ""
         )
@@ -1264,8 +1264,7 @@ lab.together(
 # --------------------
 #
 # We compare the four rungs with ``torch.matmul``, which calls cuBLAS, and with Triton's ``tl.dot``,
-# for which the compiler builds a ring without roles. Does a loader of its own make the matmul
-# faster?
+# for which the compiler builds a ring without roles.
 
 
 # Measuring
@@ -1337,17 +1336,17 @@ def beside_the_loop():
     ]
     least, most = min(slower), max(slower)
     if most < 0:
-        return "It does: rung 4 is faster than rung 3 at every size."
+        return "Rung 4 is faster than rung 3 at every size:"
     if least < 0:
         return (
-            "That depends on the size: rung 4 is between "
-            f"{-least:.1f} % faster and {most:.1f} % slower than rung 3."
+            f"Between sizes, rung 4 varies from {-least:.1f} % faster to {most:.1f} % slower than "
+            "rung 3:"
         )
     of_loop = [of_cublas("one in flight", n) for n in SIZES]
     return (
-        f"It does not. Rung 3, without roles, reaches {min(of_loop):.0f} to {max(of_loop):.0f} % "
-        f"of the speed of cuBLAS ({sizes_of[SIZES[-1]]:.0f} TFLOP/s at size {SIZES[-1]:,}), and "
-        f"rung 4 is up to {most:.1f} % slower than rung 3:"
+        f"The loader does not pay. Rung 3, without roles, reaches {min(of_loop):.0f} to "
+        f"{max(of_loop):.0f} % of the speed of cuBLAS, which is {sizes_of[SIZES[-1]]:.0f} "
+        f"TFLOP/s at size {SIZES[-1]:,}. Rung 4 is up to {most:.1f} % slower than rung 3:"
     )
 
 
@@ -1505,9 +1504,9 @@ lab.together(
 # Why roles gain nothing here
 # ---------------------------
 #
-# Why does the loader not help? It spares the consumers from asking for tiles, but this saves time
-# only if the tensor cores are idle meanwhile. To see whether they are, one program of a matmul of
-# size 4,096 reads a clock before and after each wait.
+# The loader spares the consumers from asking for tiles, but this saves time only if the tensor
+# cores are idle meanwhile. To see whether they are, one program of a matmul of size 4,096 reads a
+# clock before and after each wait.
 
 
 # Measuring
@@ -1651,9 +1650,18 @@ bare, ahead = (cycles.get(lane, nan) for lane in (RING, LOOP))
 own_matmul = part(RING, "waits for a matmul")
 in_roles = max(cycles.get(lane, nan) for lane in ROLES)
 least_step = max(ahead, in_roles) < 1.01 * step_cycles
+lengths = {
+    lane: full_steps(trace.rows, *lane)[1] if trace.rows else [] for lane in ROLES[1:]
+}
+late = [n for found in lengths.values() for n in found if n > 1.5 * step_cycles]
 lab.read(
-    "From rung 3 on they are not: with roles or without, a step takes only as long as its matmul "
-    "(dashed)."
+    "From rung 3 on, the tensor cores are not idle: with roles or without, a step takes only as "
+    "long as its matmul (dashed)"
+    + (
+        ", so the loss of rung 4 does not arise in these steps."
+        if below_loop and not late
+        else "."
+    )
     if least_step and round(ahead) == round(in_roles)
     else f"In rung 3 a step takes {ahead:,.0f} cycles, and with roles up to {in_roles:,.0f}; the "
     f"minimum is {step_cycles:,.0f}."
@@ -1688,7 +1696,7 @@ def drawn_step(axes, rows):
         axes.barh(at, asks, 0.66, waits, color=orange)
         axes.barh(at, step, 0.66, fill=False, edgecolor="#59636e", linewidth=0.8)
         look = {"va": "center", "fontsize": 10}
-        axes.text(waits / 2, at, "wait" + "s" * (at == 3), ha="center", **look)
+        axes.text(waits / 2, at, "wait", ha="center", **look)
         if asks > 150:
             axes.text(waits + asks / 2, at, "ask", ha="center", color="#ffffff", **look)
         axes.text(step + 25, at, f"{step:,.0f}", **look)
@@ -1700,7 +1708,7 @@ def drawn_step(axes, rows):
     axes.set(
         xlim=(0, 1650),
         xlabel="cycles of a step, medians of ten steps\n"
-        "dashed: its matmul; orange: asks; white: the rest",
+        f"dashed: its matmul, {step_cycles:,.0f}; white: the rest",
     )
 
 
@@ -1725,8 +1733,10 @@ lab.draw(
 # Reading
 lab.read(
     (
-        "In rung 2 the warps ask for tiles (orange) before they issue the next matmul, so the "
-        "tensor cores are idle meanwhile. "
+        "In rung 2, before they issue the next matmul, the warps ask for tiles (orange, "
+        f"{part(RING, 'asks for tiles'):.0f} cycles) and pass a barrier "
+        f"({part(RING, 'waits at a barrier'):.0f} of the grey); the tensor cores are idle "
+        "meanwhile. "
         if abs(own_matmul / step_cycles - 1) < 0.02
         else f"A step of rung 2 takes {bare:,.0f} cycles. "
     )
@@ -1761,17 +1771,25 @@ expected = (noted + in_loop - noted_of_loop) / in_loop  # starts and ends are th
 more = 1e3 * in_loop * (in_cycles - 1) / (rounds * (4096 // BLOCK_K))  # cycles per step
 lab.read(
     f"A step of rung 2 takes {bare - ahead:,.0f} cycles more than one of rung 3 in the figure, but "
-    f"only about {more:,.0f} more by whole matmuls. Reading the clock may add the difference, "
-    "because in rung 2 no matmul hides it, but nothing here isolates this."
+    f"only about {more:,.0f} more by whole matmuls. Reading the clock, which in rung 2 no matmul "
+    "hides, may add the difference; nothing here isolates this. "
+    + (
+        f"These {more:,.0f} are {100 * more / ahead:.0f} % of rung 3's step, but rung 2 takes only "
+        f"{100 * (longer - 1):.0f} % more time: programs also start and end, and its clock was "
+        f"{100 * (faster - 1):.0f} % faster."
+        if more / ahead > in_cycles - 1 and in_cycles > longer and faster > 1.02
+        else f"In time, rung 2 takes {100 * (longer - 1):.0f} % more."
+    )
     if expected > in_cycles + SCATTER
     else f"Rung 2's step is {slower:.2f} times as long as rung 3's, but its whole matmul takes "
     f"only {longer:.2f} times as long. This run does not show why."
 )
 
 # %%
-# So what are roles for? In rung 3 all eight warps meet in every step before they ask for tiles, so
-# in attention they would also reach the softmax together. Two consumers need not meet: one can
-# compute its softmax while the tensor cores multiply for the other.
+# Roles are for loops that also compute. In rung 3 all eight warps meet in every step, so in
+# attention they would reach the softmax at about the same time, and only a matmul already in flight
+# could hide it. Two consumers need not meet: one can compute its softmax while the tensor cores
+# multiply for the other.
 
 # %%
 
@@ -1856,18 +1874,13 @@ def passed_together():
     return max(map(abs, apart["works"])) < 60 < median_of(apart["ends"])
 
 
-lengths = {
-    lane: full_steps(trace.rows, *lane)[1] if trace.rows else [] for lane in ROLES[1:]
-}
-late = [n for found in lengths.values() for n in found if n > 1.5 * step_cycles]
 at_barrier = [share(lane, BOTH[0]) for lane in ROLES[1:]]
 lab.together(
     lab.draw(trace, "Every part of a step, by role", said, drawn_parts),
     lab.read(
         f"In rung 2 the tensor cores are idle for {100 * (1 - step_cycles / bare):.0f} % of a "
         "traced step, because the warps issue the next matmul only after they have waited for this "
-        f"one, asked for tiles and passed the barrier. Of these {bare - step_cycles:,.0f} cycles, "
-        f"asking takes {part(RING, 'asks for tiles'):,.0f}, reading the clock included."
+        "one, asked for tiles and passed the barrier."
         if abs(own_matmul / step_cycles - 1) < 0.02
         else f"A traced step of rung 2 takes {bare:,.0f} cycles. "
     ),
@@ -1921,11 +1934,8 @@ lab.together(
     ),
     whole,
     lab.read(
-        "A faster clock hides part of rung 2's extra cycles: at size 4,096 its whole matmul takes "
-        f"{in_cycles:.2f} times the cycles of rung 3's, but {longer:.2f} times the time."
-        if in_cycles > longer and faster > 1.02
-        else f"At size 4,096 rung 2's whole matmul takes {in_cycles:.2f} times the cycles of rung "
-        f"3's, and {longer:.2f} times the time."
+        f"At size 4,096 rung 2's whole matmul takes {in_cycles:.2f} times the cycles of rung 3's, "
+        f"and {longer:.2f} times the time."
     )
     if counted
     else None,
@@ -2041,7 +2051,7 @@ lab.together(
 # The price of roles is two barriers per slot that must be exactly right. To see what a mistake
 # does, we let a loader pass six tiles through two slots to a consumer, which adds them up. Every
 # element of tile ``i`` is :math:`10^i`, so each digit of the sum, from the right, counts how often
-# a tile was added. Of a kernel that hangs, the table shows where each role was stuck. In the
+# a tile was added. For a kernel that hangs, the table shows where each role was stuck. In the
 # consumer's loop, ``pause`` stands for other work:
 #
 # .. code-block:: python
@@ -2197,7 +2207,7 @@ lab.table(
 # %%
 
 
-# Folded: The kernel whole, with its mistakes, and how they were run
+# Folded: The kernel with its mistakes, and how they were run
 def as_in_the_model():
     """Whether the kernel stops at the barriers at which the model stops."""
     return all(
@@ -2317,9 +2327,9 @@ reached = sorted(
 )
 lab.read(
     "With roles or without, one matmul in flight reaches "
-    f"{reached[0].strip()} to {reached[-1].strip()} % of the speed of cuBLAS. Roles do not help, "
-    "because the steps keep the tensor cores busy without them. They can pay where a loop has "
-    "something to compute between its matmuls, as in the next chapter."
+    f"{reached[0].strip()} to {reached[-1].strip()} % of the speed of cuBLAS. Roles do not help a "
+    "plain matmul. They can pay where a loop has something to compute between its matmuls, as in "
+    "the next chapter."
 )
 
 # %%
