@@ -138,3 +138,10 @@ def assert_close(ours, truth, torch_result, factor=FACTOR, rows=ROWS):
     """
     worst = judge(ours, torch_result, truth, factor, rows)
     assert worst.ok, f"error {worst.error:.3g} is over {worst.tolerance:.3g}"
+
+
+@pytest.fixture(autouse=True)
+def _outside_the_site(request, monkeypatch):
+    """The lab's tests build no site, though one of the site may have run in this process before."""
+    if request.path.parent.name == "lab":
+        monkeypatch.delitem(sys.modules, "sphinx_gallery", raising=False)
