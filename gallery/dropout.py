@@ -530,7 +530,7 @@ masking = lab.attempt(
 
 # Reading
 masked = {(row["elements"], row["masked"]): row for row in masking.rows}
-(odd_every, narrow), (odd_last, wide), (even_every, _), (even_last, _) = (
+(odd_every, narrow), (odd_last, wide), (even_every, _), _ = (
     (row.get("% of a copy", nan), row.get("widest load (bytes)", nan))
     for size in ("2²⁸ - 3", "2²⁸")
     for which in ("every block", "the last block")
