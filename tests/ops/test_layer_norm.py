@@ -93,6 +93,15 @@ def backward(x, weight, dy, reduction="partial", **options):
         )
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("n_cols", [1000, 1280, 5120, 8192, 12_288, 16_384, 16_386])
+def test_what_of_dy_lies_along_x_is_taken_out(n_cols, dtype):
+    """Of a random dy that is next to nothing, and the rounding to 16 bits hides an error of it."""
+    x = draw(2, n_cols, dtype=dtype)
+    dy = (x + draw(2, n_cols) / 16).to(dtype)
+    check(x, 1, 1 + draw(n_cols).to(dtype) / 8, dy=dy)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_layer_norm_is_the_truth(shape, dtype):
