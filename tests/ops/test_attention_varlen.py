@@ -590,6 +590,29 @@ def test_calls_of_their_own_offsets_are_a_batch():
         assert torch.equal(found, torch.stack(expected))
 
 
+@pytest.mark.parametrize("first", [0, 3])
+def test_rows_between_the_sequences_of_calls_belong_to_none(first):
+    """vmap over buffers that end with padding, which holds NaN, or begin with it."""
+    q, k, v = (torch.randn(3, 40, 2, 16, device=DEVICE) for _ in range(3))
+    cu = (first + offsets([10, 20])).to(torch.int32)
+    for x in (q, k, v):
+        x[:, :first] = x[:, first + 30 :] = math.nan
+
+    def one(*inputs):
+        return attention_varlen(*inputs, cu, cu, 40, 40)[first : first + 30]
+
+    def run(*inputs):
+        inputs = [x.clone().requires_grad_() for x in inputs]
+        out = (torch.vmap(one) if inputs[0].ndim == 4 else one)(*inputs)
+        out.backward(torch.ones_like(out))
+        return out, *(x.grad[..., first : first + 30, :, :] for x in inputs)
+
+    ours, calls = run(q, k, v), [run(*call) for call in zip(q, k, v, strict=True)]
+    for found, expected in zip(ours, zip(*calls, strict=True), strict=True):
+        assert not found.isnan().any()
+        assert torch.equal(found, torch.stack(expected))
+
+
 # -- the host
 
 

@@ -699,7 +699,12 @@ ERRORS = {
         r"bias must have the normalized shape, \(3, 4\), got \(4,\)",
     ),
     "eps is text": (lambda: layer_norm(ONES, 4, eps="0"), TypeError, "eps must be a number"),
-    "eps is negative": (lambda: layer_norm(ONES, 4, eps=-1.0), ValueError, "finite, got -1"),
+    "eps is negative": (
+        lambda: layer_norm(ONES, 4, eps=-1.0),
+        ValueError,
+        "eps must lie in .*, got -1",
+    ),
+    "eps is too large": (lambda: layer_norm(ONES, 4, eps=1e300), ValueError, "got 1e.300"),
     "out_dtype is double": (
         lambda: layer_norm(ONES, 4, out_dtype=torch.float64),
         TypeError,

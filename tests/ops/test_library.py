@@ -250,6 +250,58 @@ def test_exported_is_eager(function, draw):
     torch.testing.assert_close(exported.module()(*again), function(*again))
 
 
+@pytest.mark.parametrize(
+    ("function", "shapes", "dim"),
+    [
+        (lambda x: kernelbook.layer_norm(x, x.shape[-1:]), [(4, 6), (4, 9)], 1),
+        (lambda x: attention_varlen(x, x, x), [(3, 4, 2, 16), (3, 7, 2, 16)], 1),
+        (lambda x: kernelbook.attention(x, x, x, window=(x.shape[2] // 2, 0)),
+         [(1, 2, 8, 16), (1, 2, 12, 16)], 2),
+    ],
+    ids=["layer_norm", "attention_varlen", "attention"],
+)  # fmt: skip
+def test_a_size_of_an_exported_graph_may_be_an_argument(function, shapes, dim):
+    """While it is made, such a size is no int."""
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    one, other = (randn(*shape) for shape in shapes)
+    dynamic = ({dim: torch.export.Dim.DYNAMIC},)
+    exported = torch.export.export(Model(), (one,), dynamic_shapes=dynamic).module()
+    torch.testing.assert_close(exported(other), function(other))
+
+
+@ALL
+def test_an_exported_graph_can_be_differentiated(function, draw):
+    """Whether its inputs require a gradient is not known when it is made."""
+
+    class Model(torch.nn.Module):
+        def forward(self, *inputs):
+            return function(*inputs)
+
+    inputs = draw(3)
+    exported = torch.export.export(Model(), inputs).module()
+    dy = torch.randn_like(function(*inputs))
+    found, expected = gradients(exported, inputs, dy), gradients(function, inputs, dy)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["softmax", "layer_norm", "seeded_dropout", "attention"])
+def test_a_trace_is_eager(name):
+    """By ``torch.jit.trace``, in which sizes are tensors."""
+    function, draw = CASES[name]
+    inputs = draw(3)
+    whole = (
+        (lambda x, w, b: kernelbook.layer_norm(x, 24, w, b)) if name == "layer_norm" else function
+    )
+    traced = torch.jit.trace(whole, inputs, check_trace=False)
+    again = draw(3)
+    torch.testing.assert_close(traced(*again), function(*again))
+
+
 @ALL
 def test_meta_tensors_have_a_shape(function, draw):
     inputs = draw(3)
@@ -268,6 +320,24 @@ def test_fake_tensors_have_the_layout_of_real_ones(function, draw):
         fake_y, fake_grads = gradients(function, fakes, dy)
     for fake, real in zip((fake_y, *fake_grads), (y, *grads), strict=True):
         assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def a_row(device):
+    """Contiguous, because it is one row, whose stride does not matter."""
+    return torch.ones(2, 6, device=device)[:1, :3]
+
+
+@pytest.mark.parametrize(
+    ("function", "draw"),
+    [
+        (lambda x: kernelbook.softmax(x, 0), lambda device: torch.ones(0, 3, device=device)),
+        (seeded_dropout, a_row),
+        (masked_dropout, a_row),
+    ],
+    ids=["softmax of nothing", "seeded_dropout of a row", "masked_dropout of a row"],
+)
+def test_strides_that_do_not_matter_are_those_on_meta(function, draw):
+    assert function(draw(DEVICE)).stride() == function(draw("meta")).stride()
 
 
 def halves():
@@ -448,6 +518,47 @@ def test_gradients_of_each_example(function, draw):
     found = torch.vmap(torch.func.grad(loss))(*stacked)
     expected = torch.stack([gradients(function, c, dy)[1][0] for c in calls])
     torch.testing.assert_close(found, expected)
+
+
+@ALL
+def test_a_gradient_flows_through_vmap(function, draw):
+    """Within vmap no tensor says that it requires a gradient, as in an ensemble of models."""
+    stacked = [torch.stack(x) for x in zip(*(draw(2) for _ in range(3)), strict=True)]
+    dy = torch.randn_like(torch.vmap(function)(*stacked))
+    _, found = gradients(torch.vmap(function), stacked, dy)
+    places = [x.is_floating_point() for x in stacked]
+    expected = [gradients(function, calls, d)[1] for *calls, d in zip(*stacked, dy, strict=True)]
+    assert len(found) == sum(places)
+    for ours, parts in zip(found, zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(ours, torch.stack(parts))
+
+
+@ALL
+def test_vmap_over_no_calls(function, draw):
+    inputs = draw(2)
+    none = [x.new_empty(0, *x.shape) for x in inputs]
+    assert torch.vmap(function)(*none).shape == (0, *function(*inputs).shape)
+    _, grads = gradients(torch.vmap(function), none, none[0])
+    assert [g.shape for g in grads] == [x.shape for x in none if x.is_floating_point()]
+
+
+@ALL
+def test_a_batch_of_gradients_is_a_loop(function, draw):
+    """By ``is_grads_batched``, whose vmap is not that of torch.func."""
+    inputs = differentiable(draw(2))
+    y = function(*inputs)
+    wanted = [x for x in inputs if x.requires_grad]
+    batch = torch.randn(3, *y.shape, device=DEVICE)
+    found = torch.autograd.grad(y, wanted, batch, is_grads_batched=True, retain_graph=True)
+    loop = [torch.autograd.grad(y, wanted, dy, retain_graph=True) for dy in batch]
+    for ours, parts in zip(found, zip(*loop, strict=True), strict=True):
+        torch.testing.assert_close(ours, torch.stack(parts))
+
+
+@ALL
+def test_functionalize_changes_nothing(function, draw):
+    inputs = draw(3)
+    torch.testing.assert_close(torch.func.functionalize(function)(*inputs), function(*inputs))
 
 
 def test_second_gradients_by_func():

@@ -178,6 +178,21 @@ def test_zigzag_gives_each_rank_pieces_from_both_ends(ranks):
     assert second == [*range(6, 18)]
 
 
+def refused_dim(group, name):
+    found = []
+    for x, dim in ((torch.arange(24), 1), (torch.arange(24), "a"), (None, 0)):
+        with pytest.raises((TypeError, ValueError), match=r"^(x|dim) must ") as raised:
+            getattr(ring, name)(x, dim, group=group)
+        found.append(raised.type.__name__)
+    return found
+
+
+@pytest.mark.parametrize("name", ["shard_sequence", "unshard_sequence"])
+def test_a_sequence_has_the_dimension(ranks, name):
+    answers = results(ranks(refused_dim, 2, name))
+    assert answers == [["ValueError", "TypeError", "TypeError"]] * 2
+
+
 @pytest.mark.parametrize("world", [2, 3, 4, 8, 64])
 def test_zigzag_balances_a_causal_mask(world):
     """Each rank computes as many scores in each step, and all together compute those of one."""

@@ -97,6 +97,8 @@ def integer(name: str, value: object) -> int:
     """Return an integer, Python's or NumPy's, as an int. True and False are no numbers here."""
     if type(value) is int:  # the others take the host a microsecond to tell
         return value
+    if isinstance(value, torch.SymInt):  # an int in a graph that is being made
+        return value
     if isinstance(value, Integral) and not isinstance(value, bool):
         return operator.index(value)
     raise TypeError(f"{name} must be an int, got {described(value)}: pass an int.")
@@ -106,6 +108,8 @@ def number(name: str, value: object) -> float:
     """Return a real number, Python's or NumPy's, as a float. True and False are no numbers here."""
     if type(value) is float:
         return value
+    if isinstance(value, torch.SymInt | torch.SymFloat):  # likewise
+        return torch.sym_float(value)
     if isinstance(value, Real) and not isinstance(value, bool):
         try:
             return float(value)

@@ -128,7 +128,7 @@ def _run(kernel, x: torch.Tensor, mask_or_seed: torch.Tensor | int, *numbers, **
     """Allocate y in row-major order and run ``kernel`` over all elements of x."""
     dtype = x.dtype
     x = runtime.readable(x).contiguous()
-    y = torch.empty_like(x)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         with runtime.launching_on(x):
             _plan(kernel, x.numel(), *numbers, **constants)(x, y, mask_or_seed)

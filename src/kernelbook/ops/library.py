@@ -62,16 +62,18 @@ class Operator:
         self.transformed = _function(name, **parts, vmap_is_generated=True)
 
     def __call__(self, *args):
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return self.op(*args)
         if torch._C._are_functorch_transforms_active():
+            if _functionalizes():  # which knows operators, and no Function
+                return self.op(*args)
             return self.transformed.apply(*args)
         passed = args[: self.passed]
         differentiable = False
         for x in passed:
             if isinstance(x, torch.Tensor):
-                if checks.holds_no_numbers(x):
-                    return self.op(*args)
+                if checks.holds_no_numbers(x) or not torch._C._has_storage(x):
+                    return self.op(*args)  # without storage: a batch of the vmap of autograd
                 differentiable = differentiable or x.requires_grad
         if is_in_torch_dispatch_mode():
             return self.op(*args)
@@ -121,8 +123,32 @@ def _registered(
     library.impl(name, run, "CompositeExplicitAutograd")
     library.impl(name, autograd, "Autograd", with_keyset=True)
     torch.library.register_fake(op, fake, lib=library)
-    torch.library.register_vmap(op, batch, lib=library)
+
+    def batch_of_any(info, in_dims, *args):
+        return (batch if info.batch_size else batch_of_none)(info, in_dims, *args)
+
+    def batch_of_none(info, in_dims, *args):
+        """No calls have results of the shapes of one, none of each."""
+        dims = dict(enumerate(in_dims))
+        one = (
+            x.new_empty(x.shape[:d] + x.shape[d + 1 :])
+            if isinstance(x, torch.Tensor) and (d := dims[i]) is not None
+            else x
+            for i, x in enumerate(args)
+        )
+        results = fake(*one)
+        if isinstance(results, torch.Tensor):
+            return results.new_empty(0, *results.shape), 0
+        return tuple(r.new_empty(0, *r.shape) for r in results), (0,) * len(results)
+
+    torch.library.register_vmap(op, batch_of_any, lib=library)
     return op
+
+
+def _functionalizes() -> bool:
+    """Whether the innermost transform is :func:`torch.func.functionalize`."""
+    innermost = torch._C._functorch.peek_interpreter_stack().key()
+    return innermost == torch._C._functorch.TransformType.Functionalize
 
 
 def _runs_next(keyset: torch._C.DispatchKeySet) -> bool:

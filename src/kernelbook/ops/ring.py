@@ -131,6 +131,19 @@ def all_to_all_attention(
     return _Exchange.apply(out, False, layout, group)
 
 
+def _check_dim(x: object, dim: object) -> None:
+    """Raise unless x is a tensor that has this dimension."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(
+            f"x must be a torch.Tensor, got {checks.described(x)}: pass the whole sequence, or the "
+            "part of it that this rank holds."
+        )
+    if not -x.ndim <= checks.integer("dim", dim) < x.ndim:
+        raise ValueError(
+            f"dim must lie in [{-x.ndim}, {x.ndim}), got {dim}: pass the dimension of the sequence."
+        )
+
+
 def shard_sequence(
     x: torch.Tensor,
     dim: int,
@@ -148,6 +161,7 @@ def shard_sequence(
     """
     group = _group_of("shard_sequence", group)
     layout = checks.choice("layout", layout, LAYOUTS)
+    _check_dim(x, dim)
     pieces = _pieces_of(group.size(), layout)
     count = len(pieces) * len(pieces[0])
     if x.shape[dim] % count:
@@ -171,6 +185,7 @@ def unshard_sequence(
     """
     group = _group_of("unshard_sequence", group)
     layout = checks.choice("layout", layout, LAYOUTS)
+    _check_dim(x, dim)
     x = x.detach().contiguous()
     parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x, group=group)

@@ -309,7 +309,8 @@ def _gradients_like(q, k, v, needed):
     return tuple(torch.empty(shape, dtype=q.dtype, device=q.device) for shape in shapes)
 
 
-# A batch of calls is one call with more sequences: one after the other, their rows are packed.
+# A batch of calls is one call with more sequences: one after the other, their rows are packed. Rows
+# that no sequence of a call holds are two more, one of queries without keys and one of keys alone.
 
 
 def _join(info, in_dim: int | None, x: torch.Tensor | None, rows: int = 0) -> torch.Tensor | None:
@@ -319,12 +320,15 @@ def _join(info, in_dim: int | None, x: torch.Tensor | None, rows: int = 0) -> to
     )  # fmt: skip
 
 
-def _join_offsets(info, in_dim: int | None, offsets: torch.Tensor, total: int) -> torch.Tensor:
-    """Let the offsets of each call begin where the call before ends."""
-    offsets = library.batched(info, in_dim, offsets)
+def _join_offsets(
+    info, in_dim: int | None, offsets: torch.Tensor, total: int, of_keys: bool = False
+) -> torch.Tensor:
+    """Let the offsets of each call begin where the rows of the call before end."""
     calls = torch.arange(info.batch_size, dtype=torch.int32, device=offsets.device) * total
+    offsets = library.batched(info, in_dim, offsets) + calls.unsqueeze(1)
     end = torch.full((1,), info.batch_size * total, dtype=torch.int32, device=offsets.device)
-    return torch.cat([(offsets[:, :-1] + calls.unsqueeze(1)).flatten(), end])
+    between = offsets[:, -1] if of_keys else torch.cat([offsets[1:, 0], end])
+    return torch.cat([torch.cat([offsets, between.unsqueeze(1)], 1).flatten(), end])
 
 
 def _part(info, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
@@ -335,7 +339,8 @@ def _part(info, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
 def _batch(info, in_dims, q, k, v, cu_seqlens_q, cu_seqlens_k, *options):
     q, k, v = (_join(info, d, x) for d, x in zip(in_dims[:3], (q, k, v), strict=True))
     cu_seqlens_q = _join_offsets(info, in_dims[3], cu_seqlens_q, q.shape[0] // info.batch_size)
-    cu_seqlens_k = _join_offsets(info, in_dims[4], cu_seqlens_k, k.shape[0] // info.batch_size)
+    total_k = k.shape[0] // info.batch_size
+    cu_seqlens_k = _join_offsets(info, in_dims[4], cu_seqlens_k, total_k, of_keys=True)
     out, lse = _ATTENTION_VARLEN.op(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
     return (_part(info, out), _part(info, lse, 1)), (0, 1)
 
@@ -347,7 +352,8 @@ def _batch_backward(info, in_dims, *args):
     q, k, v, out, do = (_join(info, d, x) for d, x in zip(places, rows, strict=True))
     lse, dlse = _join(info, in_dims[6], lse, 1), _join(info, in_dims[8], dlse, 1)
     cu_seqlens_q = _join_offsets(info, in_dims[3], cu_seqlens_q, q.shape[0] // info.batch_size)
-    cu_seqlens_k = _join_offsets(info, in_dims[4], cu_seqlens_k, k.shape[0] // info.batch_size)
+    total_k = k.shape[0] // info.batch_size
+    cu_seqlens_k = _join_offsets(info, in_dims[4], cu_seqlens_k, total_k, of_keys=True)
     grads = _ATTENTION_VARLEN_BACKWARD.op(
         q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, do, dlse, *options, needed
     )

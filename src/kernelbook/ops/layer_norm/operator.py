@@ -118,6 +118,8 @@ def gradient(ctx, dy, *_):
     if torch.is_grad_enabled():
         grads = _backward_in_torch(ctx, x, weight, bias, dy)
     else:
+        if x.numel() and not mean.numel():  # nobody foresaw a gradient: vmap hides it, and a graph
+            _, mean, rstd = _LAYER_NORM(x, None, None, ctx.shape, ctx.eps, True, x.dtype)
         grads = _LAYER_NORM_BACKWARD(dy, x, weight, bias, mean, rstd, ctx.shape, list(needed))
     return *(dx if n else None for dx, n in zip(grads, needed, strict=True)), *(None,) * 4
 
@@ -298,7 +300,7 @@ def layer_norm(
         weight: the scale of each normalised element, of shape ``normalized_shape`` and float32,
             float16 or bfloat16, whatever the dtype of ``x``; or None for 1.
         bias: what is added in the end, likewise; or None for 0.
-        eps: a number of at least 0, added to the variance.
+        eps: a number from 0 to 3.4e38, added to the variance in float32.
         out_dtype: the dtype of y, float32, float16 or bfloat16; or None for that of PyTorch's
             function, which is the dtype of ``x``, and float32 under autocast on a GPU. Where a
             matmul in bfloat16 follows, y in bfloat16 is what autocast would have made of it, and
@@ -313,15 +315,18 @@ def layer_norm(
             neither an int nor a sequence of ints, ``eps`` is no number, or ``out_dtype`` is none of
             these dtypes.
         ValueError: a size is below 1, ``x`` does not end with ``normalized_shape``, a parameter has
-            another shape, ``eps`` is negative, or a tensor is not where kernels run.
+            another shape, ``eps`` is out of range, or a tensor is not where kernels run.
 
     Source: Ba, Kiros, Hinton, "Layer normalization", arXiv:1607.06450, 2016, section 3.
     """
     checks.tensor("x", x)
     shape = _check_shape(x, normalized_shape)
     eps = checks.number("eps", eps)
-    if not 0 <= eps < float("inf"):
-        raise ValueError(f"eps must be at least 0 and finite, got {eps}: pass 1e-5, for example.")
+    if not 0 <= eps <= torch.finfo(torch.float32).max:
+        raise ValueError(
+            f"eps must lie in [0, {torch.finfo(torch.float32).max:.3g}], got {eps}: pass 1e-5, for "
+            "example."
+        )
     if weight is not None:
         _check_parameter("weight", weight, shape)
     if bias is not None:

@@ -26,7 +26,7 @@ def _columns(x: torch.Tensor, dim: int) -> int:
 def _run(x: torch.Tensor, dim: int, algorithm: str) -> torch.Tensor:
     """Return softmax along a dimension."""
     if not x.numel():
-        return torch.empty_like(x)
+        return empty_result(x, dim, x.dtype)
     y, rows = empty_rows(x, _columns(x, dim), dim)
     with runtime.launching_on(x):
         _forward(_rows_along(x, dim), rows, algorithm)
@@ -36,7 +36,7 @@ def _run(x: torch.Tensor, dim: int, algorithm: str) -> torch.Tensor:
 def _run_backward(y: torch.Tensor, dy: torch.Tensor, dim: int, algorithm: str) -> torch.Tensor:
     """Return the gradient of x."""
     if not y.numel():
-        return torch.empty_like(y)
+        return empty_result(y, dim, y.dtype)
     dx, rows = empty_rows(y, _columns(y, dim), dim)
     with runtime.launching_on(y):
         _backward(_rows_along(y, dim), _rows_along(dy, dim), rows, algorithm)
