@@ -418,7 +418,7 @@ def test_constant_rows_are_zero(n_cols, value, dtype):
     assert torch.equal(layer_norm(x, n_cols, None, bias), bias.to(dtype).expand(4, n_cols))
 
 
-LIMITS = [33, 1025, 2049, 8191, 8192, 8193, 12_289, 16_383, 16_384, 16_385]
+LIMITS = [33, 768, 1025, 1280, 1793, 2049, 6144, 8191, 8192, 8193, 12_289, 16_383, 16_384, 16_385]
 """Lengths beside those at which a rule of tuned.py changes; odd ones are never packed."""
 
 CONSTANTS = [1000.3, 65_504.0, -0.3337]

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from kernelbook import runtime
 from kernelbook.ops import checks, library, visible
 from kernelbook.ops.layer_norm import tuned
-from kernelbook.ops.layer_norm.backward import _backward, row_bwd_kernel
-from kernelbook.ops.layer_norm.forward import _forward, row_fwd_kernel
+from kernelbook.ops.layer_norm.backward import _backward, pieces_bwd_kernel, row_bwd_kernel
+from kernelbook.ops.layer_norm.forward import _forward, pieces_fwd_kernel, row_fwd_kernel
 from kernelbook.ops.layer_norm.sums import buffer_sum_kernel
 from kernelbook.ops.rows.matrix import as_rows, empty_result, rounded
 
@@ -240,8 +240,9 @@ _LAYER_NORM_BACKWARD = library.Operator(
     batch=_batch_backward,
     **library.no_gradient("the gradient of layer_norm was to be differentiated"),
 )
-visible.show(_LAYER_NORM, row_fwd_kernel, row_bwd_kernel, buffer_sum_kernel, where=_is_by_rows)
-visible.show(_LAYER_NORM_BACKWARD, row_bwd_kernel, buffer_sum_kernel, where=_backward_is_by_rows)
+_BACKWARD_KERNELS = row_bwd_kernel, pieces_bwd_kernel, buffer_sum_kernel
+visible.show(_LAYER_NORM, row_fwd_kernel, pieces_fwd_kernel, *_BACKWARD_KERNELS, where=_is_by_rows)
+visible.show(_LAYER_NORM_BACKWARD, *_BACKWARD_KERNELS, where=_backward_is_by_rows)
 
 
 def _check_parameter(name: str, parameter: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -59,7 +59,8 @@ def row_fwd_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, BLOCK_COLS)[None, :]
     inside = (rows < n_rows) & (cols < n_cols)
-    x = tl.load(x_ptr + rows * stride_row + cols, mask=inside, other=float("-inf"))
+    x_ptrs = x_ptr + rows * stride_row + cols
+    x = tl.load(x_ptrs, mask=inside, other=float("-inf"), eviction_policy="evict_last")
     x = x.to(tl.float32)
     numerator = exp(x - tl.max(x, axis=1, keep_dims=True))
     y = numerator * (1 / tl.sum(numerator, axis=1, keep_dims=True))
@@ -85,7 +86,7 @@ def packed_row_fwd_kernel(
     y_ptrs = (y_ptr + row * n_cols).to(tl.pointer_type(tl.int32))
     cols = tl.arange(0, BLOCK_COLS // 2)
     inside = cols < n_cols // 2
-    raw = tl.load(x_ptrs + cols, mask=inside, other=MINUS_INF)
+    raw = tl.load(x_ptrs + cols, mask=inside, other=MINUS_INF, eviction_policy="evict_last")
 
     # -- widen: anew for each step, so that the float32 row does not stay in registers
     m = tl.max(widen(raw, dtype), axis=0)
@@ -133,7 +134,9 @@ def split_row_fwd_kernel(
     x_ptr += row * stride_row
     slots_ptr += row * N_PARTS
     cols = part * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    x = tl.load(x_ptr + cols, mask=cols < n_cols, other=float("-inf")).to(tl.float32)
+    x_ptrs, inside = x_ptr + cols, cols < n_cols
+    x = tl.load(x_ptrs, mask=inside, other=float("-inf"), eviction_policy="evict_last")
+    x = x.to(tl.float32)
     m = tl.max(x, axis=0)
     numerator = exp(x - finite(m))
 
