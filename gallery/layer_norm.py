@@ -29,7 +29,6 @@ from kernelbook.lab import results
 from kernelbook.ops.layer_norm import layer_norm, tuned
 from kernelbook.ops.layer_norm.forward import (
     _forward,
-    afresh,
     divide,
     far_rstd,
     loop_fwd_kernel,
@@ -44,6 +43,7 @@ from kernelbook.ops.layer_norm.forward import (
     without,
 )
 from kernelbook.ops.rows.packed import widen
+from kernelbook.ops.rows.pieces import afresh, in_pieces
 from kernelbook.ops.rows.sums import two_sums
 from kernelbook.ops.rows.units import unit_of
 from kernelbook.small.layer_norm import norm, norm_kernel
@@ -1421,12 +1421,12 @@ lab.together(
 
 
 # Measuring
-def told(x, w, b, unit, in_pieces=True):
+def told(x, w, b, unit, cut=True):
     """The kernel for whole rows, which is told that ``unit`` divides their length."""
     n_rows, n_cols = x.shape
     tensors = x, w, b, torch.empty_like(x), None, None
-    pieces, piece = tuned.pieces(n_cols)
-    if in_pieces and pieces > 1:
+    pieces, piece = in_pieces(n_cols)
+    if cut and pieces > 1:
         kernel, numbers = pieces_fwd_kernel[(n_rows,)], (n_cols, n_cols, 1e-5)
         sizes = pieces, piece, pieces * piece == n_cols
         warps = max(1, piece * x.itemsize // tuned.PIECE_WARP)
@@ -1447,7 +1447,7 @@ def hidden_providers(columns, rows, dtype):
         "copy": lambda: y.copy_(x),
         "PyTorch": lambda: F.layer_norm(x, (columns,), w, b),
         "torch.compile": lambda: compiled(x, w, b),
-        "one block": told(x, w, b, unit_of(columns), in_pieces=False),
+        "one block": told(x, w, b, unit_of(columns), cut=False),
         "Kernel Book": lambda: layer_norm(x, columns, w, b),
     }
 
@@ -1485,7 +1485,7 @@ lab.together(
         [
             {
                 "columns": f"{n:,}",
-                "pieces": f"{tuned.pieces(n, 1 + 2 * (n > tuned.TILE_COLS))[0]}",
+                "pieces": f"{in_pieces(n, 1 + 2 * (n > tuned.TILE_COLS))[0]}",
                 "one block": f"{of['one block']:.0f}",
                 "in pieces": f"{of['Kernel Book']:.0f}",
                 "PyTorch": f"{of['PyTorch']:.0f}",

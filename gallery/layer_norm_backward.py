@@ -39,6 +39,7 @@ from kernelbook.ops.layer_norm.backward import (
 from kernelbook.ops.layer_norm.forward import _forward
 from kernelbook.ops.layer_norm.operator import gradient
 from kernelbook.ops.layer_norm.sums import _add_buffers, hand_over, sum_of_buffers
+from kernelbook.ops.rows.pieces import in_pieces
 from kernelbook.small.layer_norm_backward import (
     lock_kernel,
     partial_kernel,
@@ -1495,7 +1496,7 @@ def hidden_sizes():
         _, mean, rstd = _forward(x, w, w, 1e-5)
         run = partial(_backward, x, w, mean, rstd, dy, x.dtype, x.dtype, dx=dx)
         copy = statistics.median(lab.event_times(partial(dx.copy_, dy)))
-        row = {"columns": columns, "pieces": tuned.pieces(columns, least=3)[0]}
+        row = {"columns": columns, "pieces": in_pieces(columns, least=3)[0]}
         for name, changed in (("without", whole), ("with", {"BWD_STAGES": 3})):
             forget()
             with mock.patch.multiple(tuned, **changed):
@@ -1506,13 +1507,13 @@ def hidden_sizes():
     return rows
 
 
-pieces = lab.measure("Hidden sizes in pieces", hidden_sizes)
+cut = lab.measure("Hidden sizes in pieces", hidden_sizes)
 
 # %%
 
 # Folded: Hidden sizes that are no powers of two
 without, with_pieces = (
-    [row[f"{name} pieces, % of a copy"] for row in pieces.rows]
+    [row[f"{name} pieces, % of a copy"] for row in cut.rows]
     for name in ("without", "with")
 )
 lab.together(
@@ -1523,12 +1524,12 @@ lab.together(
         + (
             f"On {gpu} that takes the speed in bfloat16 from {min(without)} to {max(without)} % of "
             f"a copy to {min(with_pieces)} to {max(with_pieces)} %. "
-            if pieces.rows
+            if cut.rows
             else ""
         )
         + "Without pieces, several programs share a row of 12,288 columns; with them, it is packed."
     ),
-    lab.table(pieces.rows, f"Backward, bfloat16, on {gpu}") if pieces.rows else None,
+    lab.table(cut.rows, f"Backward, bfloat16, on {gpu}") if cut.rows else None,
     lab.source(pieces_bwd_kernel),
 )
 

@@ -780,7 +780,12 @@ def rows_in_turn_kernel(
     for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
         x_ptrs = (x_ptr + row * n_cols).to(tl.pointer_type(tl.int32))
         y_ptrs = (y_ptr + row * n_cols).to(tl.pointer_type(tl.int32))
-        raw = tl.load(x_ptrs + cols, mask=inside, other=MINUS_INF)
+        raw = tl.load(
+            x_ptrs + cols,
+            mask=inside,
+            other=MINUS_INF,
+            eviction_policy="evict_last",
+        )
         m = tl.max(widen(raw, dtype), axis=0)
         raw += zero
         d = tl.sum(exp(widen(raw, dtype) - m), axis=0)

@@ -16,16 +16,15 @@ from kernelbook import runtime
 from kernelbook.ops.launch import planned
 from kernelbook.ops.layer_norm import tuned
 from kernelbook.ops.layer_norm.forward import (
-    afresh,
     divide,
     load_pairs,
     load_parameter,
-    where_piece,
 )
 from kernelbook.ops.layer_norm.sums import _add_buffers, _buffers, buffers_of, hand_over
 from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.exchange import collect, publish, to_slot, wait
 from kernelbook.ops.rows.packed import come_in_pairs, narrow, widen
+from kernelbook.ops.rows.pieces import EIGHTHS, afresh, in_pieces, where_piece
 from kernelbook.ops.rows.sums import two_sums
 from kernelbook.ops.rows.units import in_units, unit_of
 from kernelbook.ops.visible import VisibleLaunch
@@ -471,7 +470,7 @@ def _row_backward(x, weight, mean, rstd, dy, dx, wanted, reduction, n_programs):
     # I/O: read x + read dy + write dx
     strides, itemsizes = (x.stride(0), dy.stride(0)), (x.itemsize, dy.itemsize)
     programs, launch = _row_launch(*x.shape, strides, itemsizes, x.device, reduction, n_programs)
-    sums, locks, _ = _buffers(x, wanted, reduction, programs, tuned.EIGHTHS)
+    sums, locks, _ = _buffers(x, wanted, reduction, programs, EIGHTHS)
     launch(x, weight, mean, rstd, dy, dx, *sums, locks)
     return sums
 
@@ -479,9 +478,9 @@ def _row_backward(x, weight, mean, rstd, dy, dx, wanted, reduction, n_programs):
 @planned
 def _row_launch(n_rows, n_cols, strides, itemsizes, device, reduction, n_programs):
     """Return how many programs loop over the rows, and their launch."""
-    in_pieces = tuned.backward_pieces(n_cols, itemsizes)
-    if in_pieces:
-        pieces, piece, num_warps, threads = in_pieces
+    cut = tuned.backward_pieces(n_cols, itemsizes)
+    if cut:
+        pieces, piece, num_warps, threads = cut
         kernel, rows, block = pieces_bwd_kernel, 1, pieces * piece
         sizes = pieces, piece, block == n_cols
     else:
@@ -505,7 +504,7 @@ def _packed_row_backward(x, weight, mean, rstd, dy, dx, wanted, reduction, n_pro
     # I/O: read x + read dy + write dx
     n_rows, n_cols = x.shape
     programs = min(n_programs or runtime.multiprocessors(x.device), n_rows)
-    pieces, piece = tuned.pieces(n_cols, least=3)
+    pieces, piece = in_pieces(n_cols, least=3)
     sums, locks, n_buffers = _buffers(x, wanted, reduction, programs, pieces)
     packed_row_bwd_kernel[(programs,)](
         x, weight, mean, rstd, dy, dx, *sums, locks, x.stride(0), dy.stride(0), n_rows, n_cols,

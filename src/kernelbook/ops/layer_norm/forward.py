@@ -31,6 +31,7 @@ from kernelbook.ops.layer_norm import tuned
 from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.exchange import collect, publish, to_slot, wait
 from kernelbook.ops.rows.packed import come_in_pairs, narrow, widen
+from kernelbook.ops.rows.pieces import afresh, in_pieces, where_piece
 from kernelbook.ops.rows.sums import INTERPRETED, two_sums
 from kernelbook.ops.rows.units import in_units, unit_of
 from kernelbook.ops.visible import VisibleLaunch
@@ -205,13 +206,6 @@ def row_fwd_kernel(
 
 
 @triton.jit
-def where_piece(piece, n_numbers, LENGTH: tl.constexpr, FULL: tl.constexpr):
-    """Where a piece of a row lies, and which of it is there: all, without asking, if FULL."""
-    offsets = piece * LENGTH + tl.arange(0, LENGTH)
-    return offsets, FULL | (offsets < n_numbers)
-
-
-@triton.jit
 def pieces_fwd_kernel(
     x_ptr,  # input, (n_rows, n_cols)
     w_ptr,  # weight, (n_cols), or None
@@ -297,15 +291,6 @@ def load_parameter(ptr, piece, n_cols, default, PAIRS: tl.constexpr, FULL: tl.co
     else:
         cols, inside = where_piece(piece, n_cols, 2 * PAIRS, FULL)
         return tl.load(ptr + cols, mask=inside, other=0.0)
-
-
-@triton.jit
-def afresh(pieces, zero, N_PIECES: tl.constexpr):
-    """The same numbers, which the compiler takes for new ones and so does not keep widened."""
-    same = ()
-    for piece in tl.static_range(N_PIECES):
-        same = same + (pieces[piece] + zero,)
-    return same
 
 
 @triton.jit
@@ -571,7 +556,7 @@ def _forward(
         and come_in_pairs((x,), (weight, bias))
     ):
         num_warps, registers = tuned.PACKED[max(block, min(tuned.PACKED))]
-        pieces, piece = tuned.pieces(n_cols, least=3)
+        pieces, piece = in_pieces(n_cols, least=3)
         packed_row_fwd_kernel[(n_rows,)](
             *tensors, stride, n_cols, eps, 0, pieces, piece // 2, pieces * piece == n_cols,
             unit_of(n_cols, stride), num_warps=num_warps, **runtime.register_limit(registers),
@@ -595,7 +580,7 @@ def _forward(
 @planned
 def _row_launch(n_rows: int, n_cols: int, stride: int, itemsize: int, eps: float) -> VisibleLaunch:
     unit = unit_of(n_cols, stride)
-    pieces, piece = tuned.pieces(n_cols)
+    pieces, piece = in_pieces(n_cols)
     if pieces > 1 and piece >= tuned.PIECE_COLS:
         return VisibleLaunch(
             pieces_fwd_kernel, (n_rows,), stride, n_cols, eps, pieces, piece,

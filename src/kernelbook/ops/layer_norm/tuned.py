@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kernelbook import runtime
+from kernelbook.ops.rows.pieces import in_pieces
 
 TILE, TILE_BYTES, WARP = 2048, 32768, 1024
 """Least bytes of a forward tile of whole rows, and most; and the bytes of a row for each of up to
@@ -25,22 +26,10 @@ def row_warps(block: int, itemsize: int) -> int:
     return min(4, max(1, block * itemsize // WARP))
 
 
-EIGHTHS = 8
-"""A row is padded to a multiple of an eighth of the next power of two, and not to that power."""
-
 PIECE_COLS, PIECE_WARP = 128, 512
 """Least columns of a piece, and bytes of it for each warp: 16 for each thread, in one load. On an
 H200 a row of bfloat16 of 1,280 columns gave 1.01 of a copy in pieces and 0.82 in one block, one of
 5,120 columns 1.00 and 0.79, and one of 12,288, packed, 0.95 and 0.81."""
-
-
-def pieces(n_cols: int, least: int = 1) -> tuple[int, int]:
-    """Return into how many pieces a row is cut, at least so many, and the columns of a piece."""
-    piece = max(1, runtime.next_power_of_2(n_cols) // EIGHTHS)
-    count = runtime.cdiv(n_cols, piece)
-    while count % 2 == 0 and count // 2 >= least:
-        count, piece = count // 2, piece * 2
-    return count, piece
 
 
 TILE_COLS, PACKED_COLS = 8192, 65536
@@ -123,7 +112,7 @@ Rows of seven pieces, and those of float32, gained nothing or lost."""
 def backward_pieces(n_cols: int, itemsizes: tuple[int, int]) -> tuple[int, int, int, int] | None:
     """Return the pieces of a row, the columns of a piece, a program's warps, and the threads on an
     SM; or None where backward takes a row as one block."""
-    count, piece = pieces(n_cols)
+    count, piece = in_pieces(n_cols)
     if max(itemsizes) > 2 or count not in BWD_PIECES or piece < 2 * PIECE_COLS:
         return None
     piece_warp, threads = BWD_PIECES[count]
@@ -135,8 +124,8 @@ def backward_pieces(n_cols: int, itemsizes: tuple[int, int]) -> tuple[int, int, 
 
 def is_packed_backward(n_cols: int) -> bool:
     """Whether backward packs rows of 16-bit numbers of such a length."""
-    pieces_of_row, piece = pieces(n_cols, least=3)
-    whole = pieces_of_row * piece == n_cols and pieces_of_row <= 4
+    pieces, piece = in_pieces(n_cols, least=3)
+    whole = pieces * piece == n_cols and pieces <= 4
     return whole and BWD_ROW_COLS < n_cols <= BWD_PACKED_COLS
 
 

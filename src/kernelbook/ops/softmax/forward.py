@@ -26,6 +26,7 @@ from kernelbook.ops.launch import planned
 from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.exchange import collect, publish, to_slot, wait
 from kernelbook.ops.rows.packed import come_in_pairs, minus_infinities, narrow, widen
+from kernelbook.ops.rows.pieces import afresh, in_pieces, where_piece
 from kernelbook.ops.rows.units import in_units, unit_of
 from kernelbook.ops.softmax import tuned
 from kernelbook.ops.visible import VisibleLaunch
@@ -95,6 +96,47 @@ def packed_row_fwd_kernel(
     raw += zero
     y = exp(widen(raw, dtype) - m) * (1 / d)
     tl.store(y_ptrs + cols, narrow(y, dtype), mask=inside)
+
+
+@triton.jit
+def pieces_fwd_kernel(
+    x_ptr,  # input, (n_rows, n_cols)
+    y_ptr,  # output, (n_rows, n_cols), contiguous
+    stride_row,
+    n_cols,
+    zero,  # 0, which the compiler must not know
+    MINUS_INF: tl.constexpr,  # two of them in an int32
+    N_PIECES: tl.constexpr,  # of a row
+    PAIRS: tl.constexpr,  # pairs of numbers in a piece, a power of two; the pieces cover the row
+    UNIT: tl.constexpr = 1,  # what divides n_cols and stride_row
+):
+    # -- load: as packed_row_fwd_kernel does, in pieces that pad a row less than one block would
+    n_cols, stride_row = in_units(n_cols, UNIT), in_units(stride_row, UNIT)
+    row = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    x_ptrs = (x_ptr + row * stride_row).to(tl.pointer_type(tl.int32))
+    y_ptrs = (y_ptr + row * n_cols).to(tl.pointer_type(tl.int32))
+    raw = ()
+    for piece in tl.static_range(N_PIECES):
+        pairs, inside = where_piece(piece, n_cols // 2, PAIRS, False)
+        ptrs = x_ptrs + pairs
+        raw = raw + (tl.load(ptrs, mask=inside, other=MINUS_INF, eviction_policy="evict_last"),)
+
+    # -- widen: anew for each step, so that the float32 row does not stay in registers
+    highest = widen(raw[0], dtype)
+    for piece in tl.static_range(1, N_PIECES):
+        highest = tl.maximum(highest, widen(raw[piece], dtype))
+    m = tl.max(highest, axis=0)
+    raw = afresh(raw, zero, N_PIECES)
+    total = exp(widen(raw[0], dtype) - m)
+    for piece in tl.static_range(1, N_PIECES):
+        total += exp(widen(raw[piece], dtype) - m)
+    d = tl.sum(total, axis=0)
+    raw = afresh(raw, zero, N_PIECES)
+    for piece in tl.static_range(N_PIECES):
+        pairs, inside = where_piece(piece, n_cols // 2, PAIRS, False)
+        y = exp(widen(raw[piece], dtype) - m) * (1 / d)
+        tl.store(y_ptrs + pairs, narrow(y, dtype), mask=inside)
 
 
 @triton.jit
@@ -266,10 +308,17 @@ def _row_forward(x: torch.Tensor, y: torch.Tensor) -> None:
         )  # fmt: skip
     elif n_cols > tuned.TILE_COLS and come_in_pairs((x,)):
         block = runtime.next_power_of_2(n_cols)
-        packed_row_fwd_kernel[(n_rows,)](
-            x, y, stride, n_cols, 0, minus_infinities(x.dtype), block, unit,
-            num_warps=max(1, block // 2048),
-        )  # fmt: skip
+        warps = max(1, block // tuned.PACKED_WARP)
+        pieces, piece = in_pieces(n_cols)
+        zero, pad = 0, minus_infinities(x.dtype)
+        if pieces > 1:
+            pieces_fwd_kernel[(n_rows,)](
+                x, y, stride, n_cols, zero, pad, pieces, piece // 2, unit, num_warps=warps
+            )
+        else:
+            packed_row_fwd_kernel[(n_rows,)](
+                x, y, stride, n_cols, zero, pad, block, unit, num_warps=warps
+            )
     else:
         _row_launch(n_rows, n_cols, stride)(x, y)
 
