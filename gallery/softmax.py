@@ -24,6 +24,8 @@ from kernelbook import lab, reference, runtime, softmax
 from kernelbook.lab import results
 from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.packed import minus_infinities, narrow, widen
+from kernelbook.ops.rows.pieces import in_pieces
+from kernelbook.ops.rows.units import unit_of
 from kernelbook.ops.softmax import tuned
 from kernelbook.ops.softmax.backward import row_bwd_kernel, split_row_bwd_kernel
 from kernelbook.ops.softmax.forward import (
@@ -32,6 +34,7 @@ from kernelbook.ops.softmax.forward import (
     finite,
     online_fwd_kernel,
     packed_row_fwd_kernel,
+    pieces_fwd_kernel,
     row_fwd_kernel,
     row_statistics,
     split_row_fwd_kernel,
@@ -1046,6 +1049,55 @@ of_pairs = lab.read(
 )
 measured = lab.table(sm_table.rows, f"Programs per SM and the speed, bfloat16, {gpu}")
 lab.together(of_second, measured, of_registers, of_longer, of_pairs, kernel)
+
+# %%
+
+
+# Measuring
+def uneven_rows():
+    """Rows whose length is no power of two, packed in one block and in pieces."""
+    rows = []
+    for columns in (10_000, 12_288, 20_480, 24_576):
+        x = torch.randn(2**27 // columns, columns, device=runtime.DEVICE)
+        x = x.to(torch.bfloat16)
+        y, block = torch.empty_like(x), runtime.next_power_of_2(columns)
+        in_one = packed_row_fwd_kernel[(len(x),)]
+        sizes = columns, columns, 0, minus_infinities(x.dtype), block, unit_of(columns)
+        times = {
+            name: statistics.median(lab.event_times(run, repeats=50))
+            for name, run in {
+                "copy": lambda x=x, y=y: y.copy_(x),
+                "one block": lambda x=x, y=y, sizes=sizes, kernel=in_one: kernel(
+                    x, y, *sizes, num_warps=sizes[4] // tuned.PACKED_WARP
+                ),
+                "in pieces": lambda x=x, y=y: _forward(x, y, "row"),
+            }.items()
+        }
+        rows.append(
+            {"columns": columns, "pieces": in_pieces(columns)[0]}
+            | {
+                f"{name}, % of a copy": round(100 * times["copy"] / times[name])
+                for name in ("one block", "in pieces")
+            }
+        )
+    return rows
+
+
+uneven = lab.measure("Packed rows in pieces, bfloat16", uneven_rows)
+
+# %%
+
+# Folded: Packed rows whose length is no power of two
+lab.together(
+    lab.read(
+        "A block must be a power of two, and at 10,000 columns nearly four tenths of a block of "
+        "16,384 would be padding. The operator cuts such a row into three, five or seven pieces, "
+        "each a power of two, in the same program. The maximum and the sum are taken over the "
+        "pieces first and over the threads afterwards, so nothing is reduced twice."
+    ),
+    lab.table(uneven.rows, f"Packed, bfloat16, on {gpu}") if uneven.rows else None,
+    lab.source(pieces_fwd_kernel),
+)
 
 # %%
 # Several programs per row: split

@@ -351,3 +351,15 @@ def test_parts_wait_in_the_presence_of_other_work():
 
 def test_interpreted_parts_give_up_at_once():
     assert (exchange.MAX_POLLS == 1) == runtime.INTERPRETED
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("n_cols", [8194, 10_000, 12_288, 14_000, 24_576, 28_674])
+def test_packed_rows_in_pieces_are_right_whatever_a_piece_holds(n_cols, dtype):
+    """A piece of nothing but -inf, and the maximum in the last piece, which is the shortest."""
+    x = draw(4, n_cols, dtype=dtype)
+    x[1, n_cols // 3 :] = float("-inf")
+    x[2] += 300
+    x[3, -1] = x[3].max() + 1
+    for row in x:  # each judged by itself
+        check(row[None])
