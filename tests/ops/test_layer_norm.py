@@ -355,6 +355,23 @@ def test_the_result_may_be_changed_in_place():
         assert torch.equal(dx, expected)
 
 
+@pytest.mark.parametrize("shape", [(40,), (1, 40), (1, 1, 40), (2, 40)])
+def test_gradients_of_one_result_are_those_of_several_calls(shape):
+    """All of them read the statistics of one x, those of one row with a stride of 0."""
+    leaves = [t.requires_grad_() for t in (draw(*shape) + 5, *parameters(40))]
+    dys = torch.randn(5, *shape, device=DEVICE)
+
+    def gradients(y):
+        return torch.vmap(lambda dy: torch.autograd.grad(y, leaves, dy, retain_graph=True))(dys)
+
+    x, weight, bias = leaves
+    truths = (reference.layer_norm_backward(x, dy, 1, weight) for dy in dys)
+    theirs = gradients(F.layer_norm(x, (40,), weight, bias))
+    ours = gradients(layer_norm(x, 40, weight, bias))
+    for result, truth, their in zip(ours, zip(*truths, strict=True), theirs, strict=True):
+        assert_close(result, torch.stack(truth), their, SUMS_FACTOR)
+
+
 def test_a_pending_negation_is_seen():
     complex_numbers = torch.randn(4, 7, 50, dtype=torch.complex64).to(DEVICE)
     x, w, b, dy = complex_numbers.conj().imag.unbind()
