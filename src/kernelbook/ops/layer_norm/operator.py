@@ -206,7 +206,7 @@ def _batch_backward(info, in_dims, dy, x, weight, bias, mean, rstd, shape, neede
     if needed[1]:
         ones = [1] * len(shape)
         mean, rstd = (t.view(*x.shape[: x.ndim - len(shape)], *ones) for t in statistics)
-        dw = dy.float() * (x.float() - mean) * rstd
+        dw = (x.float() - mean) * rstd * dy.float()  # in this order nothing overflows
         dw = (dw.sum(rows) if rows else dw).to(weight.dtype)
     if needed[2]:
         db = (dy.float().sum(rows) if rows else dy).to(bias.dtype)
