@@ -614,12 +614,11 @@ def test_rows_between_the_sequences_of_calls_belong_to_none(first):
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_wrong_offsets_of_a_call_stay_within_its_rows(place, wrong):
-    """vmap over three calls, of which one has such offsets."""
+def test_wrong_offsets_of_a_call_stay_within_its_rows(wrong):
+    """vmap over three calls, of which the one in the middle has such offsets."""
     q, k, v, do = (torch.randn(3, 80, 2, 16, device=DEVICE) for _ in range(4))
     cu = torch.stack([offsets([40, 40])] * 3)
-    cu[place] = torch.tensor(wrong)
+    cu[1] = torch.tensor(wrong)
 
     def run(q, k, v, do, cu):
         def function(*inputs):
@@ -632,7 +631,7 @@ def test_wrong_offsets_of_a_call_stay_within_its_rows(place, wrong):
     calls = [run(*call) for call in zip(q, k, v, do, cu, strict=True)]
     for found, expected in zip(ours, zip(*calls, strict=True), strict=True):
         for i in range(3):
-            if i != place or wrong[1] == 40:  # falling offsets leave rows that nothing writes
+            if i != 1 or wrong[1] == 40:  # falling offsets leave rows that nothing writes
                 assert found[i].any()
                 assert torch.equal(found[i], expected[i])
 
