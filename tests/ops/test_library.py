@@ -573,6 +573,16 @@ def test_vmap_over_no_calls(function, draw):
     assert [g.shape for g in grads] == [x.shape for x in none if x.is_floating_point()]
 
 
+@pytest.mark.parametrize("calls", [(0, 2), (2, 0)])
+@pytest.mark.parametrize(("function", "draw"), BY_ROWS.values(), ids=BY_ROWS)
+def test_vmap_of_vmap_over_no_calls(function, draw, calls):
+    inputs = draw(3)
+    none = [x.new_empty(*calls, *x.shape) for x in inputs]
+    y, grads = gradients(torch.vmap(torch.vmap(function)), none, none[0])
+    assert y.shape == (*calls, *function(*inputs).shape)
+    assert [g.shape for g in grads] == [x.shape for x in none if x.is_floating_point()]
+
+
 @ALL
 def test_a_batch_of_gradients_is_a_loop(function, draw):
     """By ``is_grads_batched``, whose vmap is not that of torch.func."""

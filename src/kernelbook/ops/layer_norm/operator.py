@@ -171,7 +171,8 @@ def _batch(info, in_dims, x, weight, bias, shape, eps, keep, dtype):
         weight, bias = _beside(info, in_dims, x, shape, weight, bias)
         y = y if weight is None else y * weight
         y = (y if bias is None else y + bias).to(dtype)
-    return (y, *(s.view(info.batch_size, -1) for s in statistics)), (0, 0, 0)
+    rows = statistics[0].shape[0] // info.batch_size  # -1 would be unknown in a batch of no calls
+    return (y, *(s.view(info.batch_size, rows) for s in statistics)), (0, 0, 0)
 
 
 def _beside(info, in_dims, x, shape, *parameters):
