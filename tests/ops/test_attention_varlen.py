@@ -531,6 +531,39 @@ def test_compiled_functions_may_call_it():
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*grads, strict=True))
 
 
+LENGTHS_OF_DATA = {  # of rows 0 to 39: which are there, where they are cut, and the longest part
+    "rows": lambda x, kept, cu: (x[kept], kept.sum().int() * cu // 40, 40),
+    "a maximum": lambda x, kept, cu: (x, cu, cu.diff().max().item()),
+    "both": lambda x, kept, cu: (x[kept], kept.sum().int() * cu // 40, kept.sum().item()),
+}
+
+
+@pytest.mark.parametrize("made", ["compiled", "exported"])
+@pytest.mark.parametrize("choose", LENGTHS_OF_DATA.values(), ids=LENGTHS_OF_DATA)
+@pytest.mark.filterwarnings("ignore")  # dynamo's and export's own
+@torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
+def test_data_may_decide_lengths_of_a_graph(choose, made):
+    class Model(torch.nn.Module):
+        def forward(self, x, kept, cu):
+            x, cu, longest = choose(x, kept, cu)
+            return attention_varlen(x, x, x, cu, cu, longest, longest, window=(30, 0))
+
+    x = torch.randn(40, 2, 16, device=DEVICE, requires_grad=True)
+    first, then = ((torch.rand(40, device=DEVICE) < p, offsets([n, 40 - n]))
+                   for p, n in ((0.5, 8), (0.8, 23)))  # fmt: skip
+    if made == "compiled":
+        graph = torch.compile(Model(), fullgraph=True, backend="aot_eager")
+        graph(x, *first)
+    else:
+        graph = torch.export.export(Model(), (x, *first)).module()
+    ours, expected = graph(x, *then), Model()(x, *then)
+    assert torch.equal(ours, expected)
+    (dx,), (right,) = (torch.autograd.grad(y, x, expected.detach()) for y in (ours, expected))
+    assert right.any()
+    # the gradients of q, k and v may be added in another order
+    torch.testing.assert_close(dx, right)
+
+
 def test_checkpointing_gives_the_same_gradients():
     q, k, v = draw(*SAME)
 

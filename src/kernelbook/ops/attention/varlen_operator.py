@@ -105,8 +105,8 @@ def attention_varlen(
     max_seqlen_k = _checked_length("k", max_seqlen_k, cu_seqlens_k.shape[0] - 1, k.shape[0])
     checks.same_device(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     sm_scale = q.shape[-1] ** -0.5 if scale is None else checked_scale(scale)
-    window = scope.checked_window(window)
-    left, right = scope.bounds(is_causal, window, max_seqlen_q, max_seqlen_k)
+    left, right = scope.checked_window(window)
+    right = 0 if is_causal else right
     if backend == "gluon":
         _choice(q, k, cu_seqlens_k, left, right, backend)  # raises where it cannot run
     out, lse = _ATTENTION_VARLEN(
@@ -135,7 +135,7 @@ def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gq
                 f"{name} must be (total, heads, head_dim), got shape {tuple(x.shape)}: join the "
                 "sequences along the first dimension, without padding."
             )
-        if x.shape[0] >= MOST_ROWS:
+        if not _holds(x.shape[0] < MOST_ROWS):
             raise ValueError(
                 f"{name} must have fewer than {MOST_ROWS} rows, the most that a descriptor of "
                 f"packed sequences counts, got {x.shape[0]}: call it for some of the sequences at "
@@ -154,6 +154,15 @@ def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gq
             "another size pad them with zeros."
         )
     check_heads(heads, k.shape[1], enable_gqa)
+
+
+def _holds(condition: bool) -> bool:
+    """Return whether sizes are as they must be. Where a graph is being made, data may decide about
+    them: then it looks itself, whenever it runs."""
+    if torch.compiler.is_compiling():
+        torch._check(condition)
+        return True
+    return condition
 
 
 def _check_offsets(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> None:
@@ -175,11 +184,11 @@ def _checked_length(of: str, length: object, batch: int, total: int) -> int:
     """Return the length of the longest sequence as an int, or raise where it cannot be."""
     name = f"max_seqlen_{of}"
     length = checks.integer(name, length)
-    if not 0 <= length < 2**31:
+    if not (_holds(length >= 0) and _holds(length < 2**31)):
         raise ValueError(
             f"{name} must lie in [0, 2**31), got {length}: pass the longest sequence's length."
         )
-    if batch * length < total:
+    if not _holds(batch * length >= total):
         raise ValueError(
             f"{name} must be the length of the longest sequence, got {length}: {batch} sequences "
             f"of it cannot hold the {total} rows of {of}."
@@ -227,6 +236,7 @@ def run(
     if not (q.numel() and k.numel()):
         out, lse = _like(q)
         return out.zero_(), lse.fill_(-torch.inf)
+    left, right = scope.bounds(False, (left, right), max_seqlen_q, max_seqlen_k)
     offsets = [runtime.readable(x).contiguous() for x in (cu_seqlens_q, cu_seqlens_k)]
     with runtime.launching_on(q):
         operands = *_prepare(q, k, v), *offsets, (max_seqlen_q, max_seqlen_k), (left, right)
@@ -277,6 +287,7 @@ def run_backward(
         return tuple(dx.zero_() for dx in _gradients_like(q, k, v, needed))
     do = torch.zeros_like(out) if do is None else do
     dlse = None if dlse is None else runtime.readable(dlse).contiguous()
+    left, right = scope.bounds(False, (left, right), max_seqlen_q, max_seqlen_k)
     offsets = [runtime.readable(x).contiguous() for x in (cu_seqlens_q, cu_seqlens_k)]
     with runtime.launching_on(q):
         operands = (
