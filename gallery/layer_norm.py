@@ -29,7 +29,6 @@ from kernelbook.lab import results
 from kernelbook.ops.layer_norm import layer_norm, tuned
 from kernelbook.ops.layer_norm.forward import (
     _forward,
-    afresh,
     divide,
     far_rstd,
     loop_fwd_kernel,
@@ -37,12 +36,14 @@ from kernelbook.ops.layer_norm.forward import (
     merge_moments,
     moments,
     packed_row_fwd_kernel,
+    pieces_fwd_kernel,
     row_fwd_kernel,
     split_fwd_kernel,
     square,
     without,
 )
 from kernelbook.ops.rows.packed import widen
+from kernelbook.ops.rows.pieces import afresh, in_pieces
 from kernelbook.ops.rows.sums import two_sums
 from kernelbook.ops.rows.units import unit_of
 from kernelbook.small.layer_norm import norm, norm_kernel
@@ -504,8 +505,8 @@ lab.together(
         {
             "The loop": loop_fwd_kernel,
             "The whole row. The kernel gives each program several rows if they are short, and can "
-            "store mean and rstd for the backward pass. Its loads of x bypass L1, the cache of "
-            "each SM (.cg), which leaves that cache to weight and bias. The next section explains "
+            "store mean and rstd for the backward pass. Its load of x asks L2 to keep it "
+            "(evict_last), a hint that the chapter on softmax measures. The next section explains "
             "moments, which returns the mean and m2": row_fwd_kernel,
         }
     ),
@@ -1394,6 +1395,128 @@ lab.together(
 )
 
 # %%
+# Hidden sizes: rows in pieces
+# ----------------------------
+#
+# The hidden sizes of models are seldom powers of two: 768, 1,280, 1,600, 2,560, 5,120, 12,288. A
+# block must be one, so it pads such a row, up to nearly twice its length. The idle part of the
+# block loads nothing, but its threads and registers are taken all the same. **The operator cuts
+# such a row into pieces, each of which is a power of two.** Less than an eighth of that block is
+# then padding:
+#
+# .. image:: /figures/layer-norm-pieces.svg
+#    :alt: A row of 1,280 numbers. In one block of 2,048, 768 numbers are padding. In five pieces of
+#          256, none is.
+#
+# One program still has the whole row. It adds the pieces to each other before it sums over the
+# threads, so there is no further reduction. Without the correction and the guards, the statistics
+# take four lines:
+#
+# .. code-block:: python
+#
+#    for piece in tl.static_range(N_PIECES):
+#        total += x[piece]
+#    mean = tl.sum(total) / n_cols
+#    # the squared deviations are added up in the same way
+
+
+# Measuring
+def told(x, w, b, unit, cut=True):
+    """The kernel for whole rows, which is told that ``unit`` divides their length."""
+    n_rows, n_cols = x.shape
+    tensors = x, w, b, torch.empty_like(x), None, None
+    pieces, piece = in_pieces(n_cols)
+    if cut and pieces > 1:
+        kernel, numbers = pieces_fwd_kernel[(n_rows,)], (n_cols, n_cols, 1e-5)
+        sizes = pieces, piece, pieces * piece == n_cols
+        warps = max(1, piece * x.itemsize // tuned.PIECE_WARP)
+    else:
+        block = runtime.next_power_of_2(n_cols)
+        rows = max(1, tuned.TILE // (block * x.itemsize))
+        kernel = row_fwd_kernel[(runtime.cdiv(n_rows, rows),)]
+        numbers, sizes = (n_cols, n_rows, n_cols, 1e-5), (rows, block)
+        warps = tuned.row_warps(block, x.itemsize)
+    return lambda: kernel(*tensors, *numbers, *sizes, unit, num_warps=warps)
+
+
+def hidden_providers(columns, rows, dtype):
+    x = torch.randn(rows, columns, device=runtime.DEVICE, dtype=dtype)
+    w, b, y = x[0].clone(), x[1].clone(), torch.empty_like(x)
+    compiled = torch.compile(lambda x, w, b: F.layer_norm(x, (columns,), w, b))
+    return {
+        "copy": lambda: y.copy_(x),
+        "PyTorch": lambda: F.layer_norm(x, (columns,), w, b),
+        "torch.compile": lambda: compiled(x, w, b),
+        "one block": told(x, w, b, unit_of(columns), cut=False),
+        "Kernel Book": lambda: layer_norm(x, columns, w, b),
+    }
+
+
+HIDDEN = [768, 1280, 1600, 2560, 5120, 12288]
+hidden = lab.bench(
+    "hidden sizes",
+    points(torch.bfloat16, HIDDEN),
+    hidden_providers,
+    limit="copy",
+    work=FORWARD,
+)
+
+# %%
+
+# Reading
+of_hidden = {
+    n: {
+        name: 100 * hidden.share(name, columns=n)
+        for name in ("one block", "Kernel Book", "PyTorch", "torch.compile")
+    }
+    for n in HIDDEN
+    if not hidden.at(columns=n).empty
+}
+gained = {n: of["Kernel Book"] - of["one block"] for n, of in of_hidden.items()}
+most = max(gained, key=gained.get) if gained else HIDDEN[0]
+beaten = [
+    f"{name} at {n:,}"
+    for n, of in of_hidden.items()
+    for name in ("PyTorch", "torch.compile")
+    if of[name] > 1.01 * of["Kernel Book"]
+]
+lab.together(
+    lab.table(
+        [
+            {
+                "columns": f"{n:,}",
+                "pieces": f"{in_pieces(n, 1 + 2 * (n > tuned.TILE_COLS))[0]}",
+                "one block": f"{of['one block']:.0f}",
+                "in pieces": f"{of['Kernel Book']:.0f}",
+                "PyTorch": f"{of['PyTorch']:.0f}",
+                "torch.compile": f"{of['torch.compile']:.0f}",
+            }
+            for n, of in of_hidden.items()
+        ],
+        f"Hidden sizes, forward, bfloat16, in % of a copy, on {gpu}",
+    ),
+    lab.read(
+        f"Pieces gain most at {most:,} columns: {of_hidden[most]['Kernel Book']:.0f} % of a copy "
+        f"instead of {of_hidden[most]['one block']:.0f}."
+        + (f" Still ahead of them: {', '.join(beaten)}." if beaten else "")
+    ),
+) if of_hidden else None
+
+# %%
+
+# Folded: The kernel for rows in pieces
+lab.together(
+    lab.read(
+        "`where_piece` says which columns of a piece lie inside the row. Only the last piece may "
+        "extend past its end, so only its loads and stores are masked. The number of pieces is "
+        "known when the kernel is compiled, and `tl.static_range` unrolls the loops over them: the "
+        "pieces are a tuple of blocks, all in registers. Rows above "
+        f"{tuned.TILE_COLS:,} columns in 16 bits are packed, in as many pieces."
+    ),
+    lab.source(pieces_fwd_kernel),
+)
+
+# %%
 # Is it right?
 # ------------
 #
@@ -1822,18 +1945,6 @@ compiled = lab.facts(
 
 
 # Measuring
-def told(x, w, b, unit):
-    """The kernel for whole rows, which is told that ``unit`` divides their length."""
-    n_rows, n_cols = x.shape
-    block = runtime.next_power_of_2(n_cols)
-    rows = max(1, tuned.TILE // (block * x.itemsize))
-    kernel = row_fwd_kernel[(runtime.cdiv(n_rows, rows),)]
-    tensors = x, w, b, torch.empty_like(x), None, None
-    numbers = n_cols, n_rows, n_cols, 1e-5, rows, block, unit
-    warps = tuned.row_warps(block, x.itemsize)
-    return lambda: kernel(*tensors, *numbers, num_warps=warps)
-
-
 def uneven_providers(columns, rows, dtype):
     x = torch.randn(rows, columns, device=runtime.DEVICE, dtype=dtype)
     w, b, y = x[0].clone(), x[1].clone(), torch.empty_like(x)
@@ -1890,7 +2001,7 @@ lab.read(
     )
     + "A thread can load eight bfloat16 numbers at once, but only if every row begins at a "
     "multiple of 16 bytes. At 4,100 columns it can load four, and our kernel reaches "
-    f"{ours[4100]:.0f} % of a copy; at 4,101, with the same padding, only single numbers: "
+    f"{ours[4100]:.0f} % of a copy; at 4,101, in the same pieces, only single numbers: "
     f"{ours[4101]:.0f} %"
     + "".join(
         f", and `{name}` is {leads['4,101']} points ahead"
@@ -1969,14 +2080,6 @@ about_uneven = (
             f"{max(more):.1f} times as fast. At odd lengths it does not help. "
             + "".join(aligned)
             + "We do not know why. " * bool(aligned)
-            + (
-                f"Rows of 8,188 reach {ours[8188]:.0f} %, so padding probably causes most of the "
-                "loss at 4,100: it fills nearly half of the block of 8,192 in such a row, and "
-                "almost nothing in a row of 8,188."
-                if ours[8188] - ours[4100] > 0.5 * (even["Kernel Book"] - ours[4100])
-                else "Padding is not the main cost in rows of 4,100: rows of 8,188, which have "
-                f"almost none, reach {ours[8188]:.0f} %."
-            )
         ),
         lab.read(
             "Packing needs aligned pairs, also from row to row: an odd stride rules it out as an "

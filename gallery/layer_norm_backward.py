@@ -32,12 +32,14 @@ from kernelbook.ops.layer_norm.backward import (
     _split_backward,
     _sums,
     means_of,
+    pieces_bwd_kernel,
     row_bwd_kernel,
     split_bwd_kernel,
 )
 from kernelbook.ops.layer_norm.forward import _forward
 from kernelbook.ops.layer_norm.operator import gradient
 from kernelbook.ops.layer_norm.sums import _add_buffers, hand_over, sum_of_buffers
+from kernelbook.ops.rows.pieces import in_pieces
 from kernelbook.small.layer_norm_backward import (
     lock_kernel,
     partial_kernel,
@@ -1482,6 +1484,55 @@ lab.together(
     ),
 )
 
+
+# Measuring
+def hidden_sizes():
+    rows = []
+    whole = {"BWD_PIECES": {}, "BWD_PACKED_COLS": tuned.BWD_ROW_COLS}
+    for columns in (1280, 2560, 5120, 12288):
+        x = torch.randn(2**27 // columns, columns, device=runtime.DEVICE)
+        x = x.to(torch.bfloat16)
+        w, dy, dx = x[0].clone(), torch.randn_like(x), torch.empty_like(x)
+        _, mean, rstd = _forward(x, w, w, 1e-5)
+        run = partial(_backward, x, w, mean, rstd, dy, x.dtype, x.dtype, dx=dx)
+        copy = statistics.median(lab.event_times(partial(dx.copy_, dy)))
+        row = {"columns": columns, "pieces": in_pieces(columns, least=3)[0]}
+        for name, changed in (("without", whole), ("with", {"BWD_STAGES": 3})):
+            forget()
+            with mock.patch.multiple(tuned, **changed):
+                took = statistics.median(lab.event_times(run, repeats=50))
+            row[f"{name} pieces, % of a copy"] = round(100 * 1.5 * copy / took)
+        rows.append(row)
+    forget()
+    return rows
+
+
+cut = lab.measure("Hidden sizes in pieces", hidden_sizes)
+
+# %%
+
+# Folded: Hidden sizes that are no powers of two
+without, with_pieces = (
+    [row[f"{name} pieces, % of a copy"] for row in cut.rows]
+    for name in ("without", "with")
+)
+lab.together(
+    lab.read(
+        "A block must be a power of two, so a row of 1,280 columns would take one of 2,048. As in "
+        "the :doc:`forward pass </chapters/layer_norm>`, such a row is cut into pieces, and so are "
+        "the sums that a program keeps. "
+        + (
+            f"On {gpu} that takes the speed in bfloat16 from {min(without)} to {max(without)} % of "
+            f"a copy to {min(with_pieces)} to {max(with_pieces)} %. "
+            if cut.rows
+            else ""
+        )
+        + "Without pieces, several programs share a row of 12,288 columns; with them, it is packed."
+    ),
+    lab.table(cut.rows, f"Backward, bfloat16, on {gpu}") if cut.rows else None,
+    lab.source(pieces_bwd_kernel),
+)
+
 # %%
 # Wide rows
 # ---------
@@ -1538,7 +1589,7 @@ lab.read(
 # an SM has. A row is therefore
 #
 # - *whole* up to 8,192 columns: one program holds it beside its sums;
-# - *packed* in 16 bits at 16,384 columns: the same, with two numbers to a register;
+# - *packed* in 16 bits at 12,288 and 16,384 columns: the same, with two numbers to a register;
 # - *shared* otherwise: it is split over a *group* of programs (32,768 columns of bfloat16 over 16),
 #   which exchange their shares of ``c1`` and ``c2`` through *slots* in memory, as in
 #   :doc:`/chapters/softmax`, and wait for each other.

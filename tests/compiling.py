@@ -371,6 +371,8 @@ def cases() -> dict:
             add(f"softmax {spell(dtype)} 8192 {algorithm}", softmax, dtype, 8192, algorithm)
         add(f"layer norm {spell(dtype)} 600000", layer_norm, dtype, 600_000)
     add("layer norm bfloat16 8192 float32 parameters", layer_norm, bf16, 8192, f32)
+    for n in (1280, 3072, 5120, 12284, 12288):
+        add(f"layer norm bfloat16 {n}", layer_norm, bf16, n)
     for n in (1280, 8192, 32768):
         add(f"layer norm float32 {n} to bfloat16", layer_norm, f32, n, f32, bf16)
     add("layer norm bfloat16 16384 to float32", layer_norm, bf16, 16384, f32, f32)

@@ -787,7 +787,14 @@ def bars_in_type(bars, caption, least):
 
 
 def warn_if_out_of_date(doctree, docname):
-    """Warn when a page shows numbers that its code no longer makes, so that CI fails."""
+    """Warn when a page shows numbers that its code no longer makes, so that CI fails.
+
+    Not where the page says what has changed since: see :func:`kernelbook.lab.results.awaited`.
+    """
+    from kernelbook.lab import results
+
+    if Path(docname).name in results.awaited():
+        return
     shown = [raw.astext() for raw in doctree.findall(nodes.raw)]
     shown += [image.get("alt", "") for image in doctree.findall(nodes.image)]
     if any("OUT OF DATE" in text for text in shown):

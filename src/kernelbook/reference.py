@@ -188,8 +188,8 @@ def attention_backward(
         ds = ds + p * dlse.double().unsqueeze(-1)
     dq = scale * ds @ _for_each_query_head(k, q)
     dk = scale * ds.mT @ q.detach().double()
-    shared = (k.shape[0], k.shape[1], -1, *k.shape[2:])  # the heads of a group are neighbours
-    return dq, dk.reshape(shared).sum(2), dv.reshape(shared).sum(2)
+    shared = k.shape[1], q.shape[1] // k.shape[1]  # the heads of a group are neighbours
+    return dq, dk.unflatten(1, shared).sum(2), dv.unflatten(1, shared).sum(2)
 
 
 def _for_each_query_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

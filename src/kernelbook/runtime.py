@@ -25,7 +25,7 @@ _TRUE = ("1", "true", "yes", "on", "y")  # as Triton reads its settings
 def _choose_interpreter() -> bool:
     """Return True when kernels must be interpreted, and prepare Triton for it."""
     asked_for = os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE
-    if torch.cuda.is_available() and not asked_for:
+    if not asked_for and _gpu_is_there():
         return False
     if "triton.language" in sys.modules and not asked_for:
         raise ImportError(
@@ -40,6 +40,20 @@ def _choose_interpreter() -> bool:
         file=sys.stderr,
     )
     return True
+
+
+def _gpu_is_there() -> bool:
+    """Return whether PyTorch finds a GPU, asked of the driver's library for management: CUDA itself
+    would be initialized by the question, and of no use in a process that is forked later."""
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        return torch.cuda.is_available()
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 # A product and a sum are one instruction on a GPU. That is the default of every Triton up to 3.9,
@@ -174,6 +188,12 @@ def _interpreting() -> Iterator[None]:
 
 
 _INTERPRETER = RLock()
+if INTERPRETED and hasattr(os, "register_at_fork"):  # not in the middle of another thread's launch
+    os.register_at_fork(
+        before=_INTERPRETER.acquire,
+        after_in_parent=_INTERPRETER.release,
+        after_in_child=_INTERPRETER.release,
+    )
 
 
 def launching_on(tensor: torch.Tensor) -> AbstractContextManager:

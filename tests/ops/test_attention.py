@@ -597,6 +597,23 @@ def test_only_what_is_needed_is_computed(monkeypatch, needing, how):
         assert x.grad is None or torch.allclose(x.grad, dx, rtol=0, atol=3e-6)
 
 
+def test_pytorch_may_ask_for_deterministic_gradients(monkeypatch):
+    asked = []
+    run = operator.attention_backward
+    monkeypatch.setattr(
+        operator, "attention_backward", lambda *x, **y: asked.append(x[8]) or run(*x, **y)
+    )
+    inputs = draw(1, 2, 2, 40, 50, 16)
+    try:
+        for wanted in (False, True):
+            torch.use_deterministic_algorithms(wanted)
+            out = attention(*inputs, deterministic=False, backend="triton")
+            torch.autograd.grad(out, inputs, torch.ones_like(out))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked == [False, True]
+
+
 def test_nothing_is_saved_for_a_gradient_that_nobody_wants():
     q, k, v = draw(1, 2, 2, 20, 20, 16)
     with torch.no_grad():

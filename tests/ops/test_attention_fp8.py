@@ -408,6 +408,27 @@ def test_heads_may_lie_inside_of_rows():
     check(stored, descales, meant)
 
 
+@pytest.mark.parametrize("calls", [(3,), (2, 3), (0, 3), (3, 0)], ids=str)
+@pytest.mark.parametrize("of", [(), (1,), (2, 2)], ids=str)
+def test_calls_of_their_own_descales_are_a_batch(of, calls):
+    """vmap within vmap, too, over no calls, and over descales of a tensor and of its heads."""
+    q, k, v = (torch.randn(*calls, 2, 2, 9, 16, device=DEVICE).to(E4M3) for _ in range(3))
+    descale = torch.rand(*calls, *of, device=DEVICE) + 0.5
+
+    def one(q, k, v, descale):
+        return attention(q, k, v, q_descale=descale, v_descale=descale)
+
+    batch = one
+    for _ in calls:
+        batch = torch.vmap(batch)
+    found = batch(q, k, v, descale)
+    assert found.shape == q.shape
+    each = (x.reshape(-1, *x.shape[len(calls) :]) for x in (found, q, k, v, descale))
+    for ours, *call in zip(*each, strict=True):
+        assert ours.any()
+        assert torch.equal(ours, one(*call))
+
+
 # -- gradients and errors
 
 

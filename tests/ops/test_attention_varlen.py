@@ -613,6 +613,29 @@ def test_rows_between_the_sequences_of_calls_belong_to_none(first):
         assert torch.equal(found, torch.stack(expected))
 
 
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_wrong_offsets_of_a_call_stay_within_its_rows(wrong):
+    """vmap over three calls, of which the one in the middle has such offsets."""
+    q, k, v, do = (torch.randn(3, 80, 2, 16, device=DEVICE) for _ in range(4))
+    cu = torch.stack([offsets([40, 40])] * 3)
+    cu[1] = torch.tensor(wrong)
+
+    def run(q, k, v, do, cu):
+        def function(*inputs):
+            return attention_varlen(*inputs, cu, cu, 80, 80, return_lse=True)
+
+        (out, lse), vjp = torch.func.vjp(function, q, k, v)
+        return out, lse.mT, *vjp((do, torch.ones_like(lse)))
+
+    ours = torch.vmap(run)(q, k, v, do, cu)
+    calls = [run(*call) for call in zip(q, k, v, do, cu, strict=True)]
+    for found, expected in zip(ours, zip(*calls, strict=True), strict=True):
+        for i in range(3):
+            if i != 1 or wrong[1] == 40:  # falling offsets leave rows that nothing writes
+                assert found[i].any()
+                assert torch.equal(found[i], expected[i])
+
+
 # -- the host
 
 

@@ -1,6 +1,7 @@
 """Launches that are remembered: the right kernel for every call, and no more than once compiled."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import triton.language as tl
 import kernelbook
 from kernelbook import runtime
 from kernelbook.ops import launch
+from kernelbook.ops.attention import tiles, tuned
 from kernelbook.ops.launch import Launch, planned
 
 DEVICE = runtime.DEVICE
@@ -73,16 +75,25 @@ OTHERS = {
     "an integer of 64 bits": lambda: (numbers(), 2**31),
     "a negative one": lambda: (numbers(), -(2**31) - 1),
     "a tuple": lambda: (numbers(), (numbers(dtype=torch.float16), 3)),
+    "a tuple with a stride of 1": lambda: (numbers(), rows_apart(1)),
+    "with one that 16 does not divide": lambda: (numbers(), rows_apart(65)),
+    "with one of 64 bits": lambda: (numbers(), rows_apart(2**40)),
 }
+
+
+def rows_apart(stride):
+    """A tensor as tiles.describe describes it without a descriptor."""
+    return numbers(), 9, tl.constexpr(64), 0, 0, stride
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_whatever_is_compiled_for_otherwise_is_compiled(kernel, other):
     run = Launch(kernel, (1,), 10, BLOCK=32)
     run(numbers(), numbers())
+    run(numbers(), rows_apart(64))
     run(*other())
     run(*other())
-    assert [how for how, *_ in kernel.launched] == ["compiled", "compiled", "at once"]
+    assert [how for how, *_ in kernel.launched] == ["compiled"] * 3 + ["at once"]
 
 
 @pytest.mark.parametrize(("one", "another"), [(2**31 - 1, 0), (-(2**31), 7), (2**31, 2**63 - 1)])
@@ -124,6 +135,72 @@ def test_a_plan_does_not_grow_without_end():
     for n in range(3 * launch.LIMIT):
         plan(n)
     assert plan.cache_info().currsize == launch.LIMIT
+
+
+# -- with plans
+
+
+def specialized(x):
+    """What Triton compiles for, of an argument."""
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if isinstance(x, tuple):
+        return tuple(map(specialized, x))
+    if isinstance(x, int):
+        return x == 1, x % 16 == 0, -(2**31) <= x < 2**31
+    if hasattr(x, "base"):
+        return x.base.dtype, tuple(x.block_shape)
+    return x.value if isinstance(x, tl.constexpr) else x
+
+
+def layouts(batch, seqlen, heads, head_dim):
+    """Tensors of one shape, of which no copy is made: with strides of 1, 0, odd and even units."""
+    shape = batch, heads, seqlen, head_dim
+    yield torch.zeros(shape)
+    yield torch.zeros(batch, seqlen, heads, head_dim).transpose(1, 2)
+    yield torch.zeros(batch, seqlen, heads, 3, head_dim)[..., 1, :].transpose(1, 2)
+    yield torch.zeros(batch, heads, seqlen, head_dim + 4)[..., :head_dim]
+    yield torch.zeros(1, 1, 1, head_dim).expand(shape)
+    yield torch.zeros(4 * batch * heads * seqlen + head_dim).as_strided(
+        shape, (4 * heads * seqlen, 4 * seqlen, 4, 1)
+    )
+
+
+def meet(q, k):
+    kernelbook.attention(q, k, k)
+    offsets = [torch.tensor([0, x.shape[2]], dtype=torch.int32) for x in (q, k)]
+    packed = [x[0].transpose(0, 1).detach().requires_grad_() for x in (q, k, k)]
+    kernelbook.attention_varlen(*packed, *offsets, q.shape[2], k.shape[2]).sum().backward()
+    q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
+    kernelbook.attention(q, k, k, return_lse=True)[0].sum().backward()
+    kernelbook.quantize(q)
+
+
+@pytest.mark.skipif(not runtime.INTERPRETED, reason="nothing is launched here")
+@pytest.mark.parametrize("seqlens", [(5, 7), (1, 1030)], ids=["forward", "decoding"])
+@pytest.mark.parametrize("described", [True, False])
+def test_what_is_remembered_is_compiled_for_all_that_it_is_taken_for(
+    monkeypatch, described, seqlens
+):
+    config = replace(tuned.INTERPRETED, described=described, described_rows=described)
+    monkeypatch.setattr(tuned, "INTERPRETED", config)
+    compiled = {}
+
+    def call(run, *tensors):
+        known = isinstance(run, tiles.KnownLaunch)
+        key = run if known else (run, *map(launch._seen, map(in_a_tuple, tensors)))
+        found = specialized(tensors)
+        assert compiled.setdefault(key, found) == found
+
+    def in_a_tuple(x):  # _seen sees no tensors alone
+        return (x,) if isinstance(x, torch.Tensor) else x
+
+    monkeypatch.setattr(Launch, "__call__", call)
+    monkeypatch.setattr(tiles.KnownLaunch, "__call__", call)
+    for q in layouts(1, seqlens[0], 2, 64):
+        for k in layouts(1, seqlens[1], 2, 64):
+            meet(q, k)
+    assert len(compiled) > 30
 
 
 # -- with kernels

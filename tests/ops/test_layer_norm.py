@@ -355,6 +355,39 @@ def test_the_result_may_be_changed_in_place():
         assert torch.equal(dx, expected)
 
 
+@pytest.mark.parametrize("shape", [(40,), (1, 40), (1, 1, 40), (2, 40)])
+def test_gradients_of_one_result_are_those_of_several_calls(shape):
+    """All of them read the statistics of one x, those of one row with a stride of 0."""
+    leaves = [t.requires_grad_() for t in (draw(*shape) + 5, *parameters(40))]
+    dys = torch.randn(5, *shape, device=DEVICE)
+
+    def gradients(y):
+        return torch.vmap(lambda dy: torch.autograd.grad(y, leaves, dy, retain_graph=True))(dys)
+
+    x, weight, bias = leaves
+    truths = (reference.layer_norm_backward(x, dy, 1, weight) for dy in dys)
+    theirs = gradients(F.layer_norm(x, (40,), weight, bias))
+    ours = gradients(layer_norm(x, 40, weight, bias))
+    for result, truth, their in zip(ours, zip(*truths, strict=True), theirs, strict=True):
+        assert_close(result, torch.stack(truth), their, SUMS_FACTOR)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None)])
+def test_a_batch_of_calls_of_large_numbers_is_the_truth(in_dims, dtype):
+    """Of such x and dy the product overflows, and of xhat and dy it does not."""
+    x, dy = (size * torch.randn(3, 4, 300, device=DEVICE).to(dtype) for size in (1e35, 1e5))
+    leaves = [t.requires_grad_() for t in (x, draw(3, 300), draw(3, 300))]
+    given = [t if d == 0 else t[0] for t, d in zip(leaves, in_dims, strict=True)]
+    y = torch.vmap(lambda x, w, b: layer_norm(x, 300, w, b), in_dims)(*given)
+    grads = torch.autograd.grad(y, given, dy)
+    calls = zip(x, dy, given[1].expand(3, 300), strict=True)
+    truths = [reference.layer_norm_backward(x, dy, 1, weight) for x, dy, weight in calls]
+    for gradient, d, parts in zip(grads, in_dims, zip(*truths, strict=True), strict=True):
+        truth = torch.stack(parts) if d == 0 else sum(parts)
+        assert_close(gradient, truth, truth.to(gradient.dtype), SUMS_FACTOR)
+
+
 def test_a_pending_negation_is_seen():
     complex_numbers = torch.randn(4, 7, 50, dtype=torch.complex64).to(DEVICE)
     x, w, b, dy = complex_numbers.conj().imag.unbind()
@@ -418,7 +451,7 @@ def test_constant_rows_are_zero(n_cols, value, dtype):
     assert torch.equal(layer_norm(x, n_cols, None, bias), bias.to(dtype).expand(4, n_cols))
 
 
-LIMITS = [33, 1025, 2049, 8191, 8192, 8193, 12_289, 16_383, 16_384, 16_385]
+LIMITS = [33, 768, 1025, 1280, 1793, 2049, 6144, 8191, 8192, 8193, 12_289, 16_383, 16_384, 16_385]
 """Lengths beside those at which a rule of tuned.py changes; odd ones are never packed."""
 
 CONSTANTS = [1000.3, 65_504.0, -0.3337]

@@ -250,6 +250,37 @@ def test_exported_is_eager(function, draw):
     torch.testing.assert_close(exported.module()(*again), function(*again))
 
 
+BY_ROWS = {name: case for name, case in CASES.items() if not name.startswith("attention")} | {
+    "softmax, first": (lambda x: kernelbook.softmax(x, dim=0), lambda n: (randn(n, 40),))
+}
+
+
+@pytest.mark.parametrize("exported", [False, True])
+@pytest.mark.parametrize(("function", "draw"), BY_ROWS.values(), ids=BY_ROWS)
+def test_how_many_rows_there_are_may_depend_on_their_numbers(function, draw, exported):
+    """Whoever makes such a graph knows no size, and may ask nothing of it, also in backward."""
+
+    class Model(torch.nn.Module):
+        def forward(self, x, chosen, *rest):
+            return function(x[chosen] * 2, *rest)
+
+    def choose(n):
+        return torch.arange(12, device=DEVICE) < n
+
+    first, *rest = draw(12)
+    if exported:
+        model = torch.export.export(Model(), (first, choose(5), *rest)).module()
+    else:
+        model = torch.compile(Model(), fullgraph=True, backend="aot_eager", dynamic=True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for n in (5, 8, 0):
+            inputs = first, choose(n), *rest
+            dy = torch.randn_like(Model()(*inputs))
+            found, expected = gradients(model, inputs, dy), gradients(Model(), inputs, dy)
+            torch.testing.assert_close(found, expected)
+            assert all(bool(x.any()) == (n > 0) for x in (found[0], *found[1]))
+
+
 @pytest.mark.parametrize(
     ("function", "shapes", "dim"),
     [

@@ -106,24 +106,33 @@ def draw(seqlen_q, seqlen_k, heads, heads_k, head_dim, dtype):
     return [torch.randn(2, *size, head_dim).to(dtype) for size in sizes]
 
 
-def spread(group, method, layout, is_causal, shape, dtype):
+AS_IT_LIES = {
+    "contiguous": lambda x: x,
+    "(batch, seqlen, heads, head_dim)": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "a pending negation": lambda x: torch._neg_view(-x),
+}
+
+
+def spread(group, method, layout, is_causal, shape, dtype, lies="contiguous", scale=None):
     """Return out, dq, dk and dv of the whole sequence, as the ranks compute them."""
     whole = [x.to(runtime.DEVICE) for x in draw(*shape, dtype)]
-    *parts, do = (ring.shard_sequence(x, 2, layout=layout, group=group) for x in whole)
-    parts = [x.clone().requires_grad_() for x in parts]
-    out = METHODS[method](*parts, is_causal=is_causal, enable_gqa=True, layout=layout, group=group)
+    *parts, do = (
+        AS_IT_LIES[lies](ring.shard_sequence(x, 2, layout=layout, group=group)) for x in whole
+    )
+    parts = [x.detach().requires_grad_() for x in parts]
+    options = {"is_causal": is_causal, "scale": scale, "enable_gqa": True, "layout": layout}
+    out = METHODS[method](*parts, **options, group=group)
     out.backward(do)
     own = out, *(x.grad for x in parts)
     return [ring.unshard_sequence(x, 2, layout=layout, group=group).cpu() for x in own]
 
 
-def expected(is_causal, shape, dtype):
+def expected(is_causal, shape, dtype, scale=None):
     """The truth in float64, and what the operator gives on one device."""
     q, k, v, do = draw(*shape, dtype)
-    scale = q.shape[-1] ** -0.5
     truth = (
-        reference.attention(q, k, v, is_causal)[0],
-        *reference.attention_backward(q, k, v, do, is_causal),
+        reference.attention(q, k, v, is_causal, scale)[0],
+        *reference.attention_backward(q, k, v, do, is_causal, scale),
     )
     one = [x.to(runtime.DEVICE).requires_grad_() for x in (q, k, v)]
     out = operator.attention(*one, is_causal=is_causal, scale=scale, enable_gqa=True)
@@ -167,6 +176,186 @@ def test_queries_and_keys_may_differ_in_number(ranks, method):
         assert_close(ours, true, alone, FACTOR)
 
 
+def agrees(answers, shape, dtype, is_causal=True, scale=None):
+    """Assert that what every rank returned is the truth."""
+    truth, one = expected(is_causal, shape, dtype, scale)
+    for every_rank in results(answers):
+        for ours, true, alone in zip(every_rank, truth, one, strict=True):
+            assert_close(ours, true, alone, FACTOR)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_head_dim_whose_rows_have_gaps(ranks, method, dtype):
+    """Gradients of 33 numbers a row begin at multiples of 16 bytes."""
+    shape = (24, 24, 2, 2, 33)
+    agrees(ranks(spread, 2, method, "zigzag", True, shape, dtype), shape, dtype)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_scale_and_groups_of_heads(ranks, method):
+    shape = (24, 24, 8, 4, 16)
+    answers = ranks(spread, 2, method, "zigzag", True, shape, torch.float32, "contiguous", 0.7)
+    agrees(answers, shape, torch.float32, scale=0.7)
+
+
+@pytest.mark.parametrize("lies", [*AS_IT_LIES][1:])
+@pytest.mark.parametrize("method", METHODS)
+def test_parts_may_lie_in_memory_in_any_way(ranks, method, lies):
+    shape = (24, 24, 2, 2, 16)
+    answers = ranks(spread, 2, method, "zigzag", True, shape, torch.float32, lies)
+    agrees(answers, shape, torch.float32)
+
+
+def spread_over_some(everyone, method, shape):
+    """Ranks of a group are numbered from 0, whichever processes they are."""
+    some = dist.new_group([1, LARGEST - 1], timeout=TIMEOUT)
+    if some == dist.GroupMember.NON_GROUP_MEMBER:
+        q = torch.ones(1, 2, 4, 16, device=runtime.DEVICE)
+        with pytest.raises(TypeError, match="group must be a process group that this rank belongs"):
+            METHODS[method](q, q, q, group=some)
+        return None
+    return spread(some, method, "zigzag", True, shape, torch.float32)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_group_of_some_ranks(ranks, method):
+    if LARGEST < 3:
+        pytest.skip("needs 3 GPUs")
+    shape = (24, 24, 2, 2, 16)
+    answers = results(ranks(spread_over_some, LARGEST, method, shape))
+    members = [(True, answer) for answer in answers if answer]
+    assert len(members) == 2
+    agrees(members, shape, torch.float32)
+
+
+def spread_empty(group, method, shape):
+    own = spread(group, method, "zigzag", shape[0] == shape[1], shape, torch.float32)
+    return [x.shape for x in own], [int(x.count_nonzero()) for x in own]
+
+
+@pytest.mark.parametrize("lengths", [(0, 0), (0, 8), (8, 0)])
+@pytest.mark.parametrize("method", METHODS)
+def test_no_queries_or_no_keys(ranks, method, lengths):
+    for shapes, nonzero in results(ranks(spread_empty, 2, method, (*lengths, 2, 2, 16))):
+        assert shapes == [(2, 2, n, 16) for n in (lengths[0], *lengths, lengths[1])]
+        assert nonzero == [0] * 4
+
+
+def some_gradients(group, method, required, asked):
+    """The gradients that each rank asks for, beside the truth of its part."""
+    q, k, v, do = draw(16, 16, 2, 2, 16, torch.float32)
+    truth = reference.attention_backward(q, k, v, do)
+    *parts, do = (ring.shard_sequence(x.to(runtime.DEVICE), 2, group=group) for x in (q, k, v, do))
+    rank = group.rank()
+    parts = [x.requires_grad_(i in required[rank]) for i, x in enumerate(parts)]
+    out = METHODS[method](*parts, group=group)
+    grads = torch.autograd.grad(out, [parts[i] for i in asked[rank]], do)
+    truth = [ring.shard_sequence(truth[i], 2, group=group) for i in asked[rank]]
+    return [(ours.cpu(), true) for ours, true in zip(grads, truth, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("required", "asked"),
+    [
+        (((0, 1, 2), (0, 2)), ((0, 1, 2), (0, 2))),
+        (((0,), (1,)), ((0,), (1,))),
+        (((0, 1, 2), (0, 1, 2)), ((0,), (2,))),
+    ],
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_may_need_different_gradients(ranks, method, required, asked):
+    for pairs in results(ranks(some_gradients, 2, method, required, asked)):
+        for ours, true in pairs:
+            assert_close(ours, true, true.float(), FACTOR * 4)  # sums, not rounded once as these
+
+
+def gradient_of_a_gradient(group, method):
+    parts = [torch.randn(1, 2, 4, 16, device=runtime.DEVICE).requires_grad_() for _ in range(3)]
+    out = METHODS[method](*parts, group=group)
+    (dq,) = torch.autograd.grad(out.sum(), parts[0], create_graph=True)
+    (dq.square().sum() + parts[0].sum()).backward()  # what stands beside dq has a gradient
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_second_gradient_is_refused(ranks, method):
+    for good, said in ranks(gradient_of_a_gradient, 2, method):
+        assert not good
+        assert "attention over ranks can be differentiated once" in said
+
+
+def exact_sums(group):
+    """With q = 0 every weight is 1 / keys. Then dq and dv are sums of 2048, 1, 1 and 1."""
+    rank, options = group.rank(), {"dtype": torch.float16, "device": runtime.DEVICE}
+    q, k, v, do = (torch.zeros(1, 1, 4, 16, **options) for _ in range(4))
+    sign, term = (-1) ** rank, 4 * (1 if rank else 2048)
+    k[..., 2], v[..., 0] = sign * term, sign
+    do[..., 0], do[..., 1] = 1, term
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    dq, _, dv = torch.autograd.grad(
+        ring.ring_attention(q, k, v, scale=1, group=group), (q, k, v), do
+    )
+    return dq[..., 2].cpu(), dv[..., 1].cpu()
+
+
+def test_gradients_of_many_ranks_are_not_added_in_sixteen_bits(ranks):
+    """float16 holds 2050 and 2052 next to 2051, but 2048 + 1 + 1 + 1 is 2048 there."""
+    if LARGEST < 4:
+        pytest.skip("needs 4 GPUs")
+    for sums in results(ranks(exact_sums, 4)):
+        for x in sums:
+            assert ((x - 2051).abs() <= 1).all()
+
+
+def average(group):
+    """With q = 0 out is the mean of v, and v is the same for all keys of a rank."""
+    torch.manual_seed(20 + group.rank())
+    v = torch.randn(2, 2, 1, 256).half().expand(2, 2, 4, 256).to(runtime.DEVICE)
+    zero = torch.zeros_like(v)
+    return v[:, :, :1].cpu(), ring.ring_attention(zero, zero, v, group=group)[:, :, :1].cpu()
+
+
+def test_results_of_many_ranks_are_not_added_in_sixteen_bits(ranks):
+    """Rounding out once errs by so much; rounding it after each of three parts, by a third more."""
+    if LARGEST < 4:
+        pytest.skip("needs 4 GPUs")
+    values, outs = zip(*results(ranks(average, 4)), strict=True)
+    truth = torch.stack(values).double().mean(0)
+    rounded_once = (truth.half() - truth).norm()
+    for out in outs:
+        assert (out - truth).norm() <= 1.1 * rounded_once
+
+
+def compiled(group, method):
+    """Return what compiled code gives, beside what it gives uncompiled."""
+    parts = [torch.randn(1, 2, 4, 16, device=runtime.DEVICE).requires_grad_() for _ in range(3)]
+
+    def function(q, k, v):
+        return 2 * METHODS[method](q, k, v, group=group)
+
+    found = []
+    for call in (torch.compile(function, backend="aot_eager"), function):
+        out = call(*parts)
+        found.append((out.detach(), *torch.autograd.grad(out, parts, torch.ones_like(out))))
+    assert all(x.any() for x in found[1])
+    return all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_code_calls_it(ranks, method):
+    assert all(results(ranks(compiled, 2, method)))
+
+
+def under_a_default_device(group):
+    q = torch.randn(1, 2, 4, 16, device=runtime.DEVICE)
+    with torch.device("meta"):
+        return bool(ring.ring_attention(q, q, q, group=group).any())
+
+
+def test_a_default_device_does_not_matter(ranks):
+    assert all(results(ranks(under_a_default_device, 2)))
+
+
 def held(group, layout):
     return ring.shard_sequence(torch.arange(24), 0, layout=layout, group=group).tolist()
 
@@ -184,6 +373,9 @@ def refused_dim(group, name):
         with pytest.raises((TypeError, ValueError), match=r"^(x|dim) must ") as raised:
             getattr(ring, name)(x, dim, group=group)
         found.append(raised.type.__name__)
+    if name == "unshard_sequence":
+        with pytest.raises(ValueError, match="even size along dim in the layout zigzag.*got 5"):
+            ring.unshard_sequence(torch.arange(5), 0, layout="zigzag", group=group)
     return found
 
 
@@ -221,6 +413,10 @@ def refused(group, rank, what):
             options["is_causal"] = True
         elif what == "layout":
             options["layout"] = "zigzag"
+        elif what == "odd length":
+            q, options["layout"] = q[:, :, :5], "zigzag"
+        elif what == "gradient":
+            v.requires_grad_()
     ring.ring_attention(q, k, v, group=group, **options)
 
 
@@ -231,6 +427,8 @@ def refused(group, rank, what):
         ("length", "k must be the same on all ranks, got float32 of shape (1, 2, 10, 16)"),
         ("mask", "is_causal must be the same on all ranks, got True"),
         ("layout", "layout must be the same on all ranks, got zigzag"),
+        ("odd length", "q must have an even length in the layout zigzag, two pieces, got 5"),
+        ("gradient", "whether a gradient is needed must be the same on all ranks, got True"),
     ],
 )
 def test_what_one_rank_gets_wrong_is_refused_on_all_and_named(ranks, what, said):

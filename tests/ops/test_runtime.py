@@ -14,7 +14,7 @@ from kernelbook.ops import checks
 
 
 def run(code, **environment):
-    """Run code in a process of its own, with no GPU in sight."""
+    """Run code in a process of its own, with no GPU in sight, for two minutes at most."""
     hidden = {"CUDA_VISIBLE_DEVICES": "", "PATH": os.environ["PATH"]}
     paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run(
@@ -23,6 +23,7 @@ def run(code, **environment):
         text=True,
         env=hidden | paths | environment,
         check=False,
+        timeout=120,
     )
 
 
@@ -45,6 +46,55 @@ def test_triton_imported_first_is_an_error_that_says_what_to_do():
     assert done.returncode == 1
     assert "import kernelbook before triton" in done.stderr
     assert run("import triton.language, kernelbook", TRITON_INTERPRET="1").returncode == 0
+
+
+def test_importing_leaves_cuda_to_processes_that_are_forked_later():
+    """Where the driver's library says that there is a GPU, CUDA itself is not asked."""
+    done = run(
+        """
+import torch
+
+def initialize():
+    raise AssertionError("CUDA was initialized")
+
+torch.cuda._is_compiled = lambda: True
+torch.cuda._device_count_nvml = torch.cuda._device_count_amdsmi = lambda: 1
+torch._C._cuda_getDeviceCount = torch._C._cuda_init = initialize
+import kernelbook
+print(kernelbook.runtime.DEVICE, torch.cuda.is_initialized())
+import os
+print(os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"))
+"""
+    )
+    assert done.stdout == "cuda False\nNone\n", done.stderr
+
+
+def test_a_forked_process_may_launch_while_a_thread_of_its_parent_did():
+    """It would wait forever for a lock that no thread of it holds."""
+    done = run(
+        """
+import os, threading
+import torch, kernelbook
+launching, done = threading.Event(), threading.Event()
+
+def launch():
+    with kernelbook.runtime.launching_on(torch.empty(1)):
+        launching.set()
+        done.wait(1)
+
+thread = threading.Thread(target=launch)
+thread.start()
+launching.wait()
+child = os.fork()
+if not child:
+    answer = kernelbook.softmax(torch.zeros(2, 4))
+    os._exit(int(not torch.equal(answer, torch.full((2, 4), 0.25))))
+thread.join()
+print(os.waitpid(child, 0)[1])
+""",
+        TRITON_INTERPRET="1",
+    )
+    assert done.stdout == "0\n", done.stderr
 
 
 def test_devices_that_differ_are_named():

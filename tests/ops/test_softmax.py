@@ -268,6 +268,35 @@ def test_the_result_is_no_view_and_may_be_changed_in_place(dim):
         y.sum().backward()  # as PyTorch's: y is what backward reads
 
 
+@pytest.mark.parametrize("shape", [(40,), (1, 40), (1, 1, 40), (2, 40)])
+def test_gradients_of_one_result_are_those_of_several_calls(shape):
+    """All of them read the one y, whose row then has a stride of 0."""
+    x, dys = draw(*shape).requires_grad_(), torch.randn(5, *shape, device=DEVICE)
+
+    def gradients(y):
+        return torch.vmap(lambda dy: torch.autograd.grad(y, x, dy, retain_graph=True)[0])(dys)
+
+    truth = torch.stack([reference.softmax_backward(x, dy, -1) for dy in dys])
+    assert_close(gradients(softmax(x)), truth, gradients(torch.softmax(x, -1)))
+
+
+def test_a_hook_may_unpack_the_result_with_other_strides():
+    """As one does that keeps it in a part of a larger buffer."""
+    x, dy = draw(6, 40).requires_grad_(), draw(6, 40)
+
+    def pack(y):
+        buffer = torch.full((6, 50), torch.nan, device=DEVICE)
+        buffer[:, :40] = y
+        return buffer
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda buffer: buffer[:, :40]):
+        y = softmax(x)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    (expected,) = torch.autograd.grad(softmax(x), x, dy)
+    assert torch.equal(dx, expected)
+    assert dx.any()
+
+
 def test_a_pending_negation_is_seen():
     x, dy = (torch.randn(7, 50, dtype=torch.complex64).to(DEVICE).conj().imag for _ in range(2))
     assert x.is_neg()
@@ -351,3 +380,15 @@ def test_parts_wait_in_the_presence_of_other_work():
 
 def test_interpreted_parts_give_up_at_once():
     assert (exchange.MAX_POLLS == 1) == runtime.INTERPRETED
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("n_cols", [8194, 10_000, 12_288, 14_000, 24_576, 28_674])
+def test_packed_rows_in_pieces_are_right_whatever_a_piece_holds(n_cols, dtype):
+    """A piece of nothing but -inf, and the maximum in the last piece, which is the shortest."""
+    x = draw(4, n_cols, dtype=dtype)
+    x[1, n_cols // 3 :] = float("-inf")
+    x[2] += 300
+    x[3, -1] = x[3].max() + 1
+    for row in x:  # each judged by itself
+        check(row[None])

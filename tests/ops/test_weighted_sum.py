@@ -149,6 +149,22 @@ def test_a_gradient_that_is_not_needed_is_not_computed(monkeypatch, needs):
     assert_close(gradient, truth, truth.float())
 
 
+@pytest.mark.parametrize("wanted", [0, 1])
+@pytest.mark.parametrize("shape", [(40,), (5, 40), (2, 3, 40)])
+def test_what_the_wanted_gradient_is_not_made_of_is_not_kept(shape, wanted):
+    """dx needs no x and dw no weight, which may change before backward, as with PyTorch."""
+    leaves, dy, kept = [draw(*shape), draw(40)], draw(*shape[:-1]), []
+    leaves[wanted].requires_grad_()
+    given = [leaf * 1 for leaf in leaves]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        y = weighted_sum(*given)
+    assert [t.shape for t in kept] == [leaves[1 - wanted].shape]
+    given[wanted].zero_()
+    (gradient,) = torch.autograd.grad(y, leaves[wanted], dy)
+    truth = reference.weighted_sum_backward(*leaves, dy)[wanted]
+    assert_close(gradient, truth, truth.float())
+
+
 SMALL = {
     "FWD_TILE": 64,
     "BWD_TILE": 128,

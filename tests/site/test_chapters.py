@@ -349,7 +349,7 @@ lab.check("wrong", [lab.Case("(4,)", "forward", 2 * one.float(), one.float(), on
 def build(tmp_path):
     """A function that builds a book of one chapter with the real configuration."""
 
-    def run(chapter, record=None, other=None, builder="dummy"):
+    def run(chapter, record=None, other=None, builder="dummy", awaited=None):
         for folder in ("docs", "gallery", "results/nvidia-h200", "results/a-gpu"):
             (tmp_path / folder).mkdir(parents=True, exist_ok=True)
         (tmp_path / "docs/index.rst").write_text(
@@ -360,6 +360,8 @@ def build(tmp_path):
         for slug, text in (("nvidia-h200", record), ("a-gpu", other)):
             if text is not None:
                 (tmp_path / f"results/{slug}/trial.json").write_text(text)
+        if awaited:
+            (tmp_path / "results/awaited.json").write_text(json.dumps(awaited))
         command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-b", builder]
         variables = {"KERNELBOOK_RESULTS": str(tmp_path / "results"), "KERNELBOOK_MODE": "replay"}
         return subprocess.run(
@@ -469,6 +471,20 @@ def test_edited_kernel_stops_the_build(where, build):
     done = build(PROSE, record_of(**{where: "0" * 64}))
     assert done.returncode != 0
     assert "nvidia-h200/trial.json is out of date" in done.stderr
+
+
+def test_a_page_that_waits_for_a_gpu_says_what_has_changed(build, tmp_path):
+    old, why = record_of(fingerprint="0" * 64), "Rows of one number were wrong."
+    done = build(SEVERAL_GPUS, old, awaited={"trial": why}, builder="html")
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "out/chapters/trial.html").read_text(encoding="utf-8")
+    assert f"OUT OF DATE: the kernels have changed since. {why}" in page
+
+
+def test_a_page_that_waits_for_nothing_stops_the_build(build):
+    done = build(PROSE, record_of(), awaited={"trial": "Nothing has changed."})
+    assert done.returncode != 0
+    assert "says that trial is out of date, which it is not" in done.stderr
 
 
 def test_figures_and_tables_of_another_gpu_stand_behind_a_switch(build, tmp_path):

@@ -116,7 +116,8 @@ def start(
         else "The kernels of this chapter cannot run here."
     )
     if marked := mark(_running.past):
-        return note(f"{marked} {text}", stale=True)
+        why = results.awaited().get(name, "")
+        return note(" ".join(filter(None, (marked, why, text))), stale=True)
     return note(text)
 
 

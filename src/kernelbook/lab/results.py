@@ -43,6 +43,24 @@ def is_stale(record: dict, script: Path | None = None) -> bool:
     return own is not None and record["script"] not in (None, own)
 
 
+AWAITED = "awaited.json"
+"""The file beside the records that names the chapters whose records are known to be out of date,
+and says what has changed since: ``{chapter: reason}``."""
+
+
+def awaited() -> dict[str, str]:
+    """Return the chapters whose records wait for a GPU, each with what has changed since.
+
+    A wrong result must be mended at once, and not every GPU is always at hand. The pages of these
+    chapters say that they are out of date, and why; the record of any other stops the build.
+    """
+    for root in (writable_root(), _SHIPPED):
+        path = root / AWAITED
+        if path.is_file():
+            return json.loads(path.read_text(encoding="utf-8"))
+    return {}
+
+
 def writable_root() -> Path:
     """Return where results are written: the checkout's results/, or a folder of this one.
 

@@ -69,8 +69,8 @@ class Launch:
 
 def _seen(x: object) -> Hashable:
     """Return what a kernel is compiled for, of one of the arguments that a plan does not know."""
-    if isinstance(x, tuple):  # a tensor, and its shape and strides, which the plan knows
-        return x[0].dtype, x[0].data_ptr() % 16
+    if isinstance(x, tuple):  # a tensor, two sizes, which the plan knows, and strides
+        return x[0].dtype, x[0].data_ptr() % 16, x[3:]
     if isinstance(x, int):  # of 32 bits, or of 64
         return (x if x >= 0 else ~x).bit_length() > 31
     return None if x is None else x.base.dtype

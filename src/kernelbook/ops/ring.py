@@ -26,20 +26,24 @@ attention", arXiv:2311.09431, 2023, and the Llama 3 report, arXiv:2407.21783, 20
 sequence: Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509, 2023.
 """
 
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from kernelbook.ops import checks, library
 from kernelbook.ops.attention import operator
 
 LAYOUTS = ("contiguous", "zigzag")
 
+_eager = torch.compiler.disable(reason="ranks talk to each other through the host")
+"""Compiled code calls these functions as they are: ranks agree in Python, on what it cannot see."""
 
+
+@_eager
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -76,11 +80,13 @@ def ring_attention(
         group: the process group; ``None`` means all ranks.
 
     Returns:
-        out, of the shape and dtype of ``q``. It can be differentiated once.
+        out, of the shape and dtype of ``q``. It can be differentiated once. A query whose scores
+        with the keys of one rank are all -inf has NaN, as one without any other score has.
 
     Raises:
         TypeError, ValueError: what :func:`attention` refuses, on any rank: all ranks raise, and the
-            message names the rank; arguments that differ between ranks, likewise.
+            message names the rank; arguments that differ between ranks, likewise, and where some
+            ranks need a gradient and others none.
         RuntimeError: ``torch.distributed`` is not initialised, or a rank does not answer within the
             time-out of the group.
 
@@ -95,6 +101,7 @@ def ring_attention(
     return _Ring.apply(*tensors, is_causal, sm_scale, layout, group)
 
 
+@_eager
 def all_to_all_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -126,9 +133,9 @@ def all_to_all_attention(
         return _checked(q, k, v, is_causal, scale, enable_gqa, layout, group)
 
     *tensors, is_causal, sm_scale = _agreed("all_to_all_attention", checked, layout, group)
-    whole = (_Exchange.apply(x, True, layout, group) for x in tensors)
+    whole = _Exchange.apply(True, layout, group, *tensors)
     out = operator.attention(*whole, is_causal=is_causal, scale=sm_scale, enable_gqa=True)
-    return _Exchange.apply(out, False, layout, group)
+    return _Exchange.apply(False, layout, group, out)[0]
 
 
 def _check_dim(x: object, dim: object) -> None:
@@ -144,6 +151,7 @@ def _check_dim(x: object, dim: object) -> None:
         )
 
 
+@_eager
 def shard_sequence(
     x: torch.Tensor,
     dim: int,
@@ -172,6 +180,7 @@ def shard_sequence(
     return torch.cat([parts[i] for i in pieces[group.rank()]], dim)
 
 
+@_eager
 def unshard_sequence(
     x: torch.Tensor,
     dim: int,
@@ -186,6 +195,11 @@ def unshard_sequence(
     group = _group_of("unshard_sequence", group)
     layout = checks.choice("layout", layout, LAYOUTS)
     _check_dim(x, dim)
+    if layout == "zigzag" and x.shape[dim] % 2:
+        raise ValueError(
+            f"x must have an even size along dim in the layout zigzag, two pieces, got "
+            f"{x.shape[dim]}: pass what shard_sequence gave this rank."
+        )
     x = x.detach().contiguous()
     parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x, group=group)
@@ -241,7 +255,14 @@ def _group_of(name: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             f"{name} needs torch.distributed: call torch.distributed.init_process_group on each "
             "rank first, or use attention on one device."
         )
-    return dist.group.WORLD if group is None else group
+    if group is None:
+        return dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):  # new_group gives an int to ranks outside it
+        raise TypeError(
+            f"group must be a process group that this rank belongs to, got "
+            f"{checks.described(group)}: call {name} on the ranks of the group alone."
+        )
+    return group
 
 
 def _checked(q, k, v, is_causal, scale, enable_gqa, layout, group):
@@ -259,11 +280,12 @@ def _checked(q, k, v, is_causal, scale, enable_gqa, layout, group):
             f"k must have the length of q where is_causal, {q.shape[2]}, got {k.shape[2]}: pass "
             "keys for the same positions as queries."
         )
-    if is_causal and layout == "zigzag" and q.shape[2] % 2:
-        raise ValueError(
-            f"q must have an even length in the layout zigzag, two pieces, got {q.shape[2]}: "
-            "shard the sequence by shard_sequence."
-        )
+    for name, x in (("q", q), ("k", k)):
+        if layout == "zigzag" and x.shape[2] % 2:
+            raise ValueError(
+                f"{name} must have an even length in the layout zigzag, two pieces, got "
+                f"{x.shape[2]}: shard the sequence by shard_sequence."
+            )
     sm_scale = q.shape[-1] ** -0.5 if scale is None else operator.checked_scale(scale)
     return q, k, v, is_causal, sm_scale
 
@@ -295,12 +317,15 @@ def _agreed(name: str, checked: Callable, layout: str, group: dist.ProcessGroup)
         for letter, x in zip("qkv", tensors, strict=True):
             said[letter] = f"{checks.spell(x.dtype)} of shape {tuple(x.shape)}"
         said |= {"is_causal": is_causal, "scale": sm_scale}
+        # Backward waits for all ranks, and a rank that needs no gradient would not come.
+        needed = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        said["whether a gradient is needed"] = needed
     except (TypeError, ValueError) as error:
         failure, said = error, {"refused": str(error)}
     # A number for what is said travels faster than the words, which are only needed if two differ.
     number = zlib.crc32(repr(said).encode()) - (1 << 32) * ("refused" in said)
     try:
-        extremes = torch.tensor([number, -number])
+        extremes = torch.tensor([number, -number], device="cpu")
         dist.all_reduce(extremes, dist.ReduceOp.MIN, _control(group))
         smallest, largest = extremes[0].item(), -extremes[1].item()
         if failure is None and smallest == largest:
@@ -368,6 +393,38 @@ def _dtype_of_sums(dtype: torch.dtype, world: int) -> torch.dtype:
     return torch.float32 if world > 2 else dtype
 
 
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gradient):
+        return gradient
+
+    @staticmethod
+    def backward(ctx, _):
+        raise RuntimeError(
+            "attention over ranks can be differentiated once, and its gradient was to be "
+            "differentiated: use softmax(scale * q @ k.mT) @ v of the whole sequence where second "
+            "derivatives are needed."
+        )
+
+
+def _once(backward: Callable) -> Callable:
+    """Let a backward pass be differentiated once, and make it an error to differentiate it again.
+
+    PyTorch's ``once_differentiable`` says so only where the gradients that come in need gradients.
+    Those of a sum need none, and then what depends on q, k and v would be left out without a word.
+    """
+
+    @functools.wraps(backward)
+    def pass_once(ctx, *gradients):
+        with torch.no_grad():
+            results = backward(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return results
+        return tuple(r if r is None else _Once.apply(r.detach().requires_grad_()) for r in results)
+
+    return pass_once
+
+
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, is_causal, sm_scale, layout, group):
@@ -398,7 +455,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx, do):
         q, k, v, out, lse = ctx.saved_tensors
         is_causal, sm_scale, layout, group = ctx.options
@@ -424,7 +481,8 @@ class _Ring(torch.autograd.Function):
             # -- add: to the gradients of these keys, which come from the rank before
             _wait(gradients)
             if step == 0:
-                dq, *dkv = (term.to(dtype) for term in terms)
+                dq = terms[0].to(dtype)
+                dkv = [term.to(dtype).contiguous() for term in terms[1:]]  # rows may have gaps
                 arriving = _like(dkv) if world > 1 else None
             else:
                 dkv, arriving = arriving, dkv
@@ -445,18 +503,22 @@ class _Ring(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Turn parts of the sequence with all heads into whole sequences of some heads, or back."""
+    """Turn parts of the sequence with all heads into whole sequences of some heads, or back.
+
+    Of all tensors at once, so that every rank sends back the gradients of all, in one order: ranks
+    may need different ones, and what one sends is what the others wait for.
+    """
 
     @staticmethod
-    def forward(ctx, x, to_heads, layout, group):
+    def forward(ctx, to_heads, layout, group, *tensors):
         ctx.options = to_heads, layout, group
-        return _exchange(x, to_heads, layout, group)
+        return tuple(_exchange(x, to_heads, layout, group) for x in tensors)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
+    @_once
+    def backward(ctx, *gradients):
         to_heads, layout, group = ctx.options
-        return _exchange(dy, not to_heads, layout, group), None, None, None
+        return None, None, None, *(_exchange(dy, not to_heads, layout, group) for dy in gradients)
 
 
 def _exchange(x: torch.Tensor, to_heads: bool, layout: str, group) -> torch.Tensor:

@@ -357,14 +357,21 @@ def _run_backward(
 
 
 def _setup_context(ctx, inputs, output):
+    """Keep what the wanted gradients are made of: dx needs no x, and dw no weight."""
     x, weight, _ = inputs
-    ctx.save_for_backward(x, weight)
+    needs_dx, needs_dw = ctx.needs_input_grad[:2]
+    ctx.shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype)
+    ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
 
 
 def _gradient(ctx, dy):
     """Return the gradients of x and weight."""
     x, weight = ctx.saved_tensors
     needed = ctx.needs_input_grad[:2]
+    if x is None:  # a shape is enough, and no number is read
+        x = dy.new_empty((), dtype=ctx.dtypes[0]).expand(ctx.shape)
+    if weight is None:
+        weight = dy.new_empty(ctx.shape[-1], dtype=ctx.dtypes[1])
     gradients = _WEIGHTED_SUM_BACKWARD(dy, x, weight, list(needed))
     return *(g if n else None for g, n in zip(gradients, needed, strict=True)), None
 

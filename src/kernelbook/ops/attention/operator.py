@@ -80,7 +80,8 @@ def attention(
         return_lse: whether to return ``(out, lse)``, where lse = log(sum(exp(scale * q k^T))).
         deterministic: whether gradients are the same bits in every run. False lets backward add
             up the gradient of ``q`` in any order, where that was measured to be faster, or always
-            in one sweep with ``backend="triton"``.
+            in one sweep with ``backend="triton"``, unless
+            :func:`torch.use_deterministic_algorithms` asks for the same bits.
         q_descale: with ``q`` in FP8, what its stored numbers are multiplied by: above 0, float32,
             one element, or (batch, heads) for one a head; ``None`` means 1. What is 0, negative,
             infinite or NaN makes its head NaN, because the host cannot look at it without waiting
@@ -386,6 +387,7 @@ def run_backward(
     needed: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return dq, dk and dv; what is not needed is empty."""
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     if (do is None and dlse is None) or not (q.numel() and k.numel()):
         return tuple(dx.zero_() for dx in _gradients_like(q, k, v, needed))
     do = torch.zeros_like(out) if do is None else do
@@ -498,9 +500,11 @@ def _batch_fp8(info, in_dims, q, k, v, *rest):
     folded = [_fold(info, d, x) for d, x in zip(in_dims, (q, k, v), strict=False)]
     for x, d, descale in zip(folded[:3], in_dims[3:6], descales, strict=True):
         if descale is not None:
-            per_head = library.batched(info, d, descale).reshape(info.batch_size, -1)
-            heads = x.shape[0] // info.batch_size * x.shape[1]
-            descale = per_head.expand(info.batch_size, heads).reshape(x.shape[:2])
+            heads = info.batch_size, x.shape[0] // info.batch_size, x.shape[1]
+            descale = library.batched(info, d, descale)
+            if descale.shape != heads:  # one for all heads of a call
+                descale = descale.reshape(info.batch_size, 1, 1)
+            descale = descale.expand(heads).flatten(0, 1)
         folded.append(descale)
     return _unfold(info, _ATTENTION_FP8.op(*folded, *options)), (0, 0)
 

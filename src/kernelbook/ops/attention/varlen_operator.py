@@ -323,9 +323,13 @@ def _join(info, in_dim: int | None, x: torch.Tensor | None, rows: int = 0) -> to
 def _join_offsets(
     info, in_dim: int | None, offsets: torch.Tensor, total: int, of_keys: bool = False
 ) -> torch.Tensor:
-    """Let the offsets of each call begin where the rows of the call before end."""
+    """Let the offsets of each call begin where the rows of the call before end.
+
+    Those outside of a call's rows, which a call alone takes for its nearest row, would be rows of
+    another call.
+    """
     calls = torch.arange(info.batch_size, dtype=torch.int32, device=offsets.device) * total
-    offsets = library.batched(info, in_dim, offsets) + calls.unsqueeze(1)
+    offsets = library.batched(info, in_dim, offsets).clamp(0, total) + calls.unsqueeze(1)
     end = torch.full((1,), info.batch_size * total, dtype=torch.int32, device=offsets.device)
     between = offsets[:, -1] if of_keys else torch.cat([offsets[1:, 0], end])
     return torch.cat([torch.cat([offsets, between.unsqueeze(1)], 1).flatten(), end])

@@ -16,17 +16,15 @@ from kernelbook import runtime
 from kernelbook.ops.launch import planned
 from kernelbook.ops.layer_norm import tuned
 from kernelbook.ops.layer_norm.forward import (
-    PIECES,
-    afresh,
     divide,
     load_pairs,
     load_parameter,
-    where_piece,
 )
 from kernelbook.ops.layer_norm.sums import _add_buffers, _buffers, buffers_of, hand_over
 from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.exchange import collect, publish, to_slot, wait
 from kernelbook.ops.rows.packed import come_in_pairs, narrow, widen
+from kernelbook.ops.rows.pieces import EIGHTHS, afresh, in_pieces, where_piece
 from kernelbook.ops.rows.sums import two_sums
 from kernelbook.ops.rows.units import in_units, unit_of
 from kernelbook.ops.visible import VisibleLaunch
@@ -114,6 +112,83 @@ def row_bwd_kernel(
 
 
 @triton.jit
+def terms(x, dy, mean, rstd, w):
+    """xhat and wdy, of which c1 and c2 are made."""
+    return (x.to(tl.float32) - mean) * rstd, dy.to(tl.float32) * w.to(tl.float32)
+
+
+@triton.jit
+def pieces_bwd_kernel(
+    x_ptr,  # input of forward, (n_rows, n_cols)
+    w_ptr,  # weight, (n_cols), or None
+    mean_ptr,  # (n_rows), float32
+    rstd_ptr,  # (n_rows), float32
+    dy_ptr,  # gradient of y, (n_rows, n_cols)
+    dx_ptr,  # gradient of x, (n_rows, n_cols), contiguous, or None
+    dw_ptr,  # sums of dy * xhat, (n_buffers, n_cols), float32, or None
+    db_ptr,  # sums of dy, (n_buffers, n_cols), float32, or None
+    locks_ptr,  # (n_buffers, N_PIECES), int32, zero; or None: a buffer for each program
+    stride_x,
+    stride_dy,
+    n_rows,
+    n_cols,
+    n_buffers,
+    N_PIECES: tl.constexpr,  # of a row; of which all but the last are whole
+    PIECE_COLS: tl.constexpr,  # a power of two
+    FULL: tl.constexpr,  # whether the last is whole as well
+    NUM_STAGES: tl.constexpr,  # iterations of the loop whose loads are in flight
+    UNIT: tl.constexpr = 1,  # what divides n_cols and both strides
+):
+    # -- begin: the weight and the partial sums stay in registers for all my rows
+    n_cols = in_units(n_cols, UNIT)
+    stride_x, stride_dy = in_units(stride_x, UNIT), in_units(stride_dy, UNIT)
+    LAST: tl.constexpr = N_PIECES - 1
+    w, dw, db = (), (), ()
+    for piece in tl.static_range(N_PIECES):
+        cols, inside = where_piece(piece, n_cols, PIECE_COLS, FULL or piece < LAST)
+        w = w + (load_weight(w_ptr, cols, inside),)
+        dw = dw + (tl.zeros((PIECE_COLS,), tl.float32),)
+        db = db + (tl.zeros((PIECE_COLS,), tl.float32),)
+    first = tl.program_id(0).to(tl.int64)
+    for row in tl.range(first, n_rows, tl.num_programs(0), num_stages=NUM_STAGES):
+        x, dy = (), ()
+        for piece in tl.static_range(N_PIECES):
+            cols, inside = where_piece(piece, n_cols, PIECE_COLS, FULL or piece < LAST)
+            x = x + (tl.load(x_ptr + row * stride_x + cols, mask=inside, other=0.0),)
+            dy = dy + (tl.load(dy_ptr + row * stride_dy + cols, mask=inside, other=0.0),)
+        mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
+
+        # -- add: this row to the partial sums, and its pieces to c1 and c2
+        c1 = tl.zeros((PIECE_COLS,), tl.float32)
+        c2 = tl.zeros((PIECE_COLS,), tl.float32)
+        dw_before, db_before, dw, db = dw, db, (), ()
+        for piece in tl.static_range(N_PIECES):
+            xhat, wdy = terms(x[piece], dy[piece], mean, rstd, w[piece])
+            dw = dw + (dw_before[piece] + dy[piece].to(tl.float32) * xhat,)
+            db = db + (db_before[piece] + dy[piece].to(tl.float32),)
+            c1 += xhat * wdy
+            c2 += wdy
+
+        # -- row: the gradient of x
+        if dx_ptr is not None:
+            c1, c2 = two_sums(c1, c2, 0)
+            c1, c2 = means_of(c1, c2, n_cols)
+            for piece in tl.static_range(N_PIECES):
+                cols, inside = where_piece(piece, n_cols, PIECE_COLS, FULL or piece < LAST)
+                xhat, wdy = terms(x[piece], dy[piece], mean, rstd, w[piece])
+                dx = (wdy - (xhat * c1 + c2)) * rstd
+                tl.store(dx_ptr + row * n_cols + cols, dx, mask=inside)
+
+    # -- end: one row of partial sums for the whole program
+    buffer = tl.program_id(0) % n_buffers
+    for piece in tl.static_range(N_PIECES):
+        cols, inside = where_piece(piece, n_cols, PIECE_COLS, FULL or piece < LAST)
+        offsets = buffer.to(tl.int64) * n_cols + cols
+        lock = buffer * N_PIECES + piece
+        hand_over(dw[piece], db[piece], dw_ptr, db_ptr, locks_ptr, lock, offsets, inside)
+
+
+@triton.jit
 def packed_row_bwd_kernel(
     x_ptr,  # input of forward, (n_rows, n_cols), 16 bits
     w_ptr,  # weight, (n_cols), or None
@@ -123,13 +198,14 @@ def packed_row_bwd_kernel(
     dx_ptr,  # gradient of x, (n_rows, n_cols), contiguous, or None
     dw_ptr,  # sums of dy * xhat, (n_buffers, n_cols), float32, or None
     db_ptr,  # sums of dy, (n_buffers, n_cols), float32, or None
-    locks_ptr,  # (n_buffers, PIECES), int32, zero; or None: a buffer for each program
+    locks_ptr,  # (n_buffers, N_PIECES), int32, zero; or None: a buffer for each program
     stride_x,
     stride_dy,
     n_rows,
     n_cols,
     n_buffers,
     zero,  # 0, which the compiler must not know
+    N_PIECES: tl.constexpr,  # of a row
     PAIRS: tl.constexpr,  # pairs of numbers in a piece; the pieces are the row, without a mask
 ):
     # -- begin: the partial sums of all columns take half of the registers
@@ -137,7 +213,7 @@ def packed_row_bwd_kernel(
     dy_dtype: tl.constexpr = dy_ptr.dtype.element_ty
     INT32: tl.constexpr = tl.pointer_type(tl.int32)
     dw, db = (), ()
-    for _ in tl.static_range(PIECES):
+    for _ in tl.static_range(N_PIECES):
         dw = dw + (tl.zeros((2 * PAIRS,), tl.float32),)
         db = db + (tl.zeros((2 * PAIRS,), tl.float32),)
     for turn in range(tl.program_id(0), n_rows, tl.num_programs(0)):
@@ -145,7 +221,7 @@ def packed_row_bwd_kernel(
         x_ptrs = (x_ptr + row * stride_x).to(INT32)
         dy_ptrs = (dy_ptr + row * stride_dy).to(INT32)
         x, dy = (), ()
-        for piece in tl.static_range(PIECES):
+        for piece in tl.static_range(N_PIECES):
             x = x + (load_pairs(x_ptrs, piece, n_cols, PAIRS, True),)
             dy = dy + (load_pairs(dy_ptrs, piece, n_cols, PAIRS, True),)
         mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
@@ -154,7 +230,7 @@ def packed_row_bwd_kernel(
         c1 = tl.zeros((2 * PAIRS,), tl.float32)
         c2 = tl.zeros((2 * PAIRS,), tl.float32)
         dw_before, db_before, dw, db = dw, db, (), ()
-        for piece in tl.static_range(PIECES):
+        for piece in tl.static_range(N_PIECES):
             xhat = (widen(x[piece], dtype) - mean) * rstd
             dy_wide = widen(dy[piece], dy_dtype)
             dw = dw + (dw_before[piece] + dy_wide * xhat,)
@@ -167,9 +243,9 @@ def packed_row_bwd_kernel(
         if dx_ptr is not None:
             c1, c2 = two_sums(c1, c2, 0)
             c1, c2 = divide(c1, n_cols), divide(c2, n_cols)
-            x, dy = afresh(x, zero), afresh(dy, zero)
+            x, dy = afresh(x, zero, N_PIECES), afresh(dy, zero, N_PIECES)
             dx_ptrs = (dx_ptr + row * n_cols).to(INT32)
-            for piece in tl.static_range(PIECES):
+            for piece in tl.static_range(N_PIECES):
                 pairs = piece * PAIRS + tl.arange(0, PAIRS)
                 xhat = (widen(x[piece], dtype) - mean) * rstd
                 w = load_parameter(w_ptr, piece, n_cols, 1.0, PAIRS, True)
@@ -178,10 +254,10 @@ def packed_row_bwd_kernel(
 
     # -- end: one row of partial sums for the whole program
     buffer = tl.program_id(0) % n_buffers
-    for piece in tl.static_range(PIECES):
+    for piece in tl.static_range(N_PIECES):
         cols, inside = where_piece(piece, n_cols, 2 * PAIRS, True)
         offsets = buffer.to(tl.int64) * n_cols + cols
-        lock = buffer * PIECES + piece
+        lock = buffer * N_PIECES + piece
         hand_over(dw[piece], db[piece], dw_ptr, db_ptr, locks_ptr, lock, offsets, inside)
 
 
@@ -195,12 +271,6 @@ def load_part(row_of, row, n_rows, cols, n_cols):
     dy = tl.load(dy_ptr + row * stride_dy + cols, mask=inside, other=0.0)
     mean = tl.load(mean_ptr + row, mask=there, other=0.0)
     return x, dy, mean, tl.load(rstd_ptr + row, mask=there, other=0.0)
-
-
-@triton.jit
-def terms(x, dy, mean, rstd, w):
-    """xhat and wdy, of which c1 and c2 are made."""
-    return (x.to(tl.float32) - mean) * rstd, dy.to(tl.float32) * w.to(tl.float32)
 
 
 @triton.jit
@@ -389,7 +459,7 @@ def _sums(x, weight, mean, rstd, dy, dx, wanted, reduction, n_programs):
     n_cols = x.shape[1]
     if n_cols <= tuned.BWD_ROW_COLS:
         return _row_backward(*arguments, n_programs)
-    if n_cols == tuned.BWD_PACKED_COLS and come_in_pairs((x, dy), (weight,)):
+    if tuned.is_packed_backward(n_cols) and come_in_pairs((x, dy), (weight,)):
         return _packed_row_backward(*arguments, n_programs)
     if n_cols <= tuned.MAX_PARTS * tuned.BWD_MAX_PART_COLS:
         return _split_backward(*arguments)
@@ -400,7 +470,7 @@ def _row_backward(x, weight, mean, rstd, dy, dx, wanted, reduction, n_programs):
     # I/O: read x + read dy + write dx
     strides, itemsizes = (x.stride(0), dy.stride(0)), (x.itemsize, dy.itemsize)
     programs, launch = _row_launch(*x.shape, strides, itemsizes, x.device, reduction, n_programs)
-    sums, locks, _ = _buffers(x, wanted, reduction, programs, 1)
+    sums, locks, _ = _buffers(x, wanted, reduction, programs, EIGHTHS)
     launch(x, weight, mean, rstd, dy, dx, *sums, locks)
     return sums
 
@@ -408,18 +478,24 @@ def _row_backward(x, weight, mean, rstd, dy, dx, wanted, reduction, n_programs):
 @planned
 def _row_launch(n_rows, n_cols, strides, itemsizes, device, reduction, n_programs):
     """Return how many programs loop over the rows, and their launch."""
-    block = runtime.next_power_of_2(n_cols)
-    rows = max(1, tuned.BWD_TILE // block)
-    num_warps = rows * block // tuned.BWD_WARP
-    at_once = runtime.multiprocessors(device) * max(1, tuned.BWD_THREADS // (32 * num_warps))
+    cut = tuned.backward_pieces(n_cols, itemsizes)
+    if cut:
+        pieces, piece, num_warps, threads = cut
+        kernel, rows, block = pieces_bwd_kernel, 1, pieces * piece
+        sizes = pieces, piece, block == n_cols
+    else:
+        block, threads = runtime.next_power_of_2(n_cols), tuned.BWD_THREADS
+        kernel, rows = row_bwd_kernel, max(1, tuned.BWD_TILE // block)
+        num_warps, sizes = rows * block // tuned.BWD_WARP, (rows, block)
+    at_once = runtime.multiprocessors(device) * max(1, threads // (32 * num_warps))
     programs = min(n_programs or at_once, runtime.cdiv(n_rows, rows))
     waiting = (tuned.BWD_STAGES - 1) * rows * block * sum(itemsizes)
     if itemsizes[0] != itemsizes[1]:  # each thread loads other elements of x than of dy
         waiting += rows * block * min(itemsizes)  # exchanged in shared memory
     stages = tuned.BWD_STAGES if waiting <= runtime.shared_memory(device) else 1
     return programs, VisibleLaunch(
-        row_bwd_kernel, (programs,), *strides, n_rows, n_cols,
-        buffers_of(reduction, programs), rows, block, stages, unit_of(n_cols, *strides),
+        kernel, (programs,), *strides, n_rows, n_cols,
+        buffers_of(reduction, programs), *sizes, stages, unit_of(n_cols, *strides),
         num_warps=num_warps,
     )  # fmt: skip
 
@@ -428,10 +504,11 @@ def _packed_row_backward(x, weight, mean, rstd, dy, dx, wanted, reduction, n_pro
     # I/O: read x + read dy + write dx
     n_rows, n_cols = x.shape
     programs = min(n_programs or runtime.multiprocessors(x.device), n_rows)
-    sums, locks, n_buffers = _buffers(x, wanted, reduction, programs, PIECES.value)
+    pieces, piece = in_pieces(n_cols, least=3)
+    sums, locks, n_buffers = _buffers(x, wanted, reduction, programs, pieces)
     packed_row_bwd_kernel[(programs,)](
         x, weight, mean, rstd, dy, dx, *sums, locks, x.stride(0), dy.stride(0), n_rows, n_cols,
-        n_buffers, 0, n_cols // (2 * PIECES.value), num_warps=16,
+        n_buffers, 0, pieces, piece // 2, num_warps=16,
     )  # fmt: skip
     return sums
 

@@ -31,11 +31,10 @@ from kernelbook.ops.layer_norm import tuned
 from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.exchange import collect, publish, to_slot, wait
 from kernelbook.ops.rows.packed import come_in_pairs, narrow, widen
+from kernelbook.ops.rows.pieces import afresh, in_pieces, where_piece
 from kernelbook.ops.rows.sums import INTERPRETED, two_sums
 from kernelbook.ops.rows.units import in_units, unit_of
 from kernelbook.ops.visible import VisibleLaunch
-
-PIECES = tl.constexpr(4)
 
 SMALL = tl.constexpr(2.0**-16)
 """By what numbers are multiplied before up to 65,536 of them are added up, so that no sum can
@@ -174,7 +173,9 @@ def row_fwd_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, BLOCK_COLS)[None, :]
     inside = (rows < n_rows) & (cols < n_cols)
-    x = tl.load(x_ptr + rows * stride_row + cols, mask=inside, other=0.0, cache_modifier=".cg")
+    x = tl.load(
+        x_ptr + rows * stride_row + cols, mask=inside, other=0.0, eviction_policy="evict_last"
+    )
 
     # -- statistics: mean and reciprocal standard deviation, one of each per row
     mean, m2 = moments(x, inside, n_cols)
@@ -205,17 +206,77 @@ def row_fwd_kernel(
 
 
 @triton.jit
-def where_piece(piece, n_numbers, LENGTH: tl.constexpr, FULL: tl.constexpr):
-    """Where a piece of a row lies, and which of it is there: all, without asking, if FULL."""
-    offsets = piece * LENGTH + tl.arange(0, LENGTH)
-    return offsets, FULL | (offsets < n_numbers)
+def pieces_fwd_kernel(
+    x_ptr,  # input, (n_rows, n_cols)
+    w_ptr,  # weight, (n_cols), or None
+    b_ptr,  # bias, (n_cols), or None
+    y_ptr,  # output, (n_rows, n_cols), contiguous
+    mean_ptr,  # (n_rows), float32, or None
+    rstd_ptr,  # (n_rows), float32, or None
+    stride_row,  # of x
+    n_cols,
+    eps,
+    N_PIECES: tl.constexpr,  # of a row; of which all but the last are whole
+    PIECE_COLS: tl.constexpr,  # a power of two
+    FULL: tl.constexpr,  # whether the last is whole as well
+    UNIT: tl.constexpr = 1,  # what divides n_cols and stride_row
+):
+    # -- load: a row, in pieces that pad it less than one block would
+    n_cols, stride_row = in_units(n_cols, UNIT), in_units(stride_row, UNIT)
+    LAST: tl.constexpr = N_PIECES - 1
+    row = tl.program_id(0).to(tl.int64)
+    x_ptrs, y_ptrs = x_ptr + row * stride_row, y_ptr + row * n_cols
+    x = ()
+    for piece in tl.static_range(N_PIECES):
+        cols, inside = where_piece(piece, n_cols, PIECE_COLS, FULL or piece < LAST)
+        x = x + (tl.load(x_ptrs + cols, mask=inside, other=0.0, eviction_policy="evict_last"),)
+
+    # -- mean: the pieces one upon the other, and one reduction
+    total = tl.zeros((PIECE_COLS,), tl.float32)
+    for piece in tl.static_range(N_PIECES):
+        total += x[piece].to(tl.float32) * SMALL
+    mean = divide(tl.sum(total, axis=0), n_cols) / SMALL
+
+    # -- variance: likewise, with the correction of the mean
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    INEXACT: tl.constexpr = dtype == tl.float16 and N_PIECES * PIECE_COLS > EXACT
+    CORRECTED: tl.constexpr = dtype == tl.float32 or INEXACT
+    m2 = tl.zeros((PIECE_COLS,), tl.float32)
+    residue = tl.zeros((PIECE_COLS,), tl.float32)
+    for piece in tl.static_range(N_PIECES):
+        _, inside = where_piece(piece, n_cols, PIECE_COLS, FULL or piece < LAST)
+        deviation = tl.where(inside, x[piece].to(tl.float32) - mean, 0.0)
+        m2 += deviation * deviation
+        if CORRECTED:
+            residue += deviation * SMALL
+    if CORRECTED:
+        m2, residue = two_sums(m2, residue, 0)
+        correction = divide(residue, n_cols) / SMALL
+        mean += correction
+        m2 = without(m2, correction, n_cols)
+    else:
+        m2 = tl.sum(m2, axis=0)
+
+    # -- far: such a row once more, and the statistics for backward
+    rstd = tl.rsqrt(m2 / n_cols + eps)
+    if (dtype != tl.float16) and (m2 == float("inf")):
+        rstd = tl.sum(far_rstd(x_ptrs, True, mean, n_cols, eps, FAR_COLS))
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, mean)
+        tl.store(rstd_ptr + row, rstd)
+
+    # -- write: normalise, scale and shift
+    for piece in tl.static_range(N_PIECES):
+        cols, inside = where_piece(piece, n_cols, PIECE_COLS, FULL or piece < LAST)
+        y = scale_and_shift((x[piece].to(tl.float32) - mean) * rstd, w_ptr, b_ptr, cols, inside)
+        tl.store(y_ptrs + cols, y, mask=inside)
 
 
 @triton.jit
 def load_pairs(ptrs, piece, n_cols, PAIRS: tl.constexpr, FULL: tl.constexpr):
-    """A piece of a row of 16-bit numbers, two in an int32; the load bypasses L1."""
+    """A piece of a row of 16-bit numbers, two in an int32."""
     pairs, inside = where_piece(piece, n_cols // 2, PAIRS, FULL)
-    return tl.load(ptrs + pairs, mask=inside, other=0, cache_modifier=".cg")
+    return tl.load(ptrs + pairs, mask=inside, other=0, eviction_policy="evict_last")
 
 
 @triton.jit
@@ -230,15 +291,6 @@ def load_parameter(ptr, piece, n_cols, default, PAIRS: tl.constexpr, FULL: tl.co
     else:
         cols, inside = where_piece(piece, n_cols, 2 * PAIRS, FULL)
         return tl.load(ptr + cols, mask=inside, other=0.0)
-
-
-@triton.jit
-def afresh(pieces, zero):
-    """The same numbers, which the compiler takes for new ones and so does not keep widened."""
-    same = ()
-    for piece in tl.static_range(PIECES):
-        same = same + (pieces[piece] + zero,)
-    return same
 
 
 @triton.jit
@@ -268,30 +320,31 @@ def packed_row_fwd_kernel(
     n_cols,
     eps,
     zero,  # 0, which the compiler must not know
+    N_PIECES: tl.constexpr,  # of a row
     PAIRS: tl.constexpr,  # pairs of numbers in a piece; the pieces cover the row
     FULL: tl.constexpr,  # whether they do exactly: masks would cost registers
     UNIT: tl.constexpr = 1,  # what divides n_cols and stride_row
 ):
-    # -- load: a row in four pieces, two numbers in each register
+    # -- load: a row in pieces, two numbers in each register
     n_cols, stride_row = in_units(n_cols, UNIT), in_units(stride_row, UNIT)
     row = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     x_ptrs = (x_ptr + row * stride_row).to(tl.pointer_type(tl.int32))
     y_ptrs = (y_ptr + row * n_cols).to(tl.pointer_type(tl.int32))
     x = ()
-    for piece in tl.static_range(PIECES):
+    for piece in tl.static_range(N_PIECES):
         x = x + (load_pairs(x_ptrs, piece, n_cols, PAIRS, FULL),)
 
     # -- mean: each piece widened for this step alone
     total = tl.zeros((2 * PAIRS,), tl.float32)
-    for piece in tl.static_range(PIECES):
+    for piece in tl.static_range(N_PIECES):
         total += widen(x[piece], dtype) * SMALL
     mean = mean_of_pairs(total, n_cols, dtype)
 
     # -- variance: each widened anew
-    x = afresh(x, zero)
+    x = afresh(x, zero, N_PIECES)
     m2 = tl.zeros((2 * PAIRS,), tl.float32)
-    for piece in tl.static_range(PIECES):
+    for piece in tl.static_range(N_PIECES):
         _, inside = where_piece(piece, n_cols, 2 * PAIRS, FULL)
         deviation = tl.where(inside, widen(x[piece], dtype) - mean, 0.0)
         m2 += deviation * deviation
@@ -306,8 +359,8 @@ def packed_row_fwd_kernel(
         tl.store(rstd_ptr + row, rstd)
 
     # -- write: a piece at a time, so that only a piece of weight and bias is in registers
-    x = afresh(x, zero)
-    for piece in tl.static_range(PIECES):
+    x = afresh(x, zero, N_PIECES)
+    for piece in tl.static_range(N_PIECES):
         pairs, inside = where_piece(piece, n_cols // 2, PAIRS, FULL)
         w = load_parameter(w_ptr, piece, n_cols, 1.0, PAIRS, FULL)
         b = load_parameter(b_ptr, piece, n_cols, 0.0, PAIRS, FULL)
@@ -503,8 +556,9 @@ def _forward(
         and come_in_pairs((x,), (weight, bias))
     ):
         num_warps, registers = tuned.PACKED[max(block, min(tuned.PACKED))]
+        pieces, piece = in_pieces(n_cols, least=3)
         packed_row_fwd_kernel[(n_rows,)](
-            *tensors, stride, n_cols, eps, 0, block // (2 * PIECES.value), block == n_cols,
+            *tensors, stride, n_cols, eps, 0, pieces, piece // 2, pieces * piece == n_cols,
             unit_of(n_cols, stride), num_warps=num_warps, **runtime.register_limit(registers),
         )  # fmt: skip
     elif n_cols * x.itemsize > tuned.TILE_BYTES:
@@ -525,9 +579,17 @@ def _forward(
 
 @planned
 def _row_launch(n_rows: int, n_cols: int, stride: int, itemsize: int, eps: float) -> VisibleLaunch:
+    unit = unit_of(n_cols, stride)
+    pieces, piece = in_pieces(n_cols)
+    if pieces > 1 and piece >= tuned.PIECE_COLS:
+        return VisibleLaunch(
+            pieces_fwd_kernel, (n_rows,), stride, n_cols, eps, pieces, piece,
+            pieces * piece == n_cols, unit,
+            num_warps=max(1, piece * itemsize // tuned.PIECE_WARP),
+        )  # fmt: skip
     block = runtime.next_power_of_2(n_cols)
     rows = max(1, tuned.TILE // (block * itemsize))
     return VisibleLaunch(
         row_fwd_kernel, (runtime.cdiv(n_rows, rows),), stride, n_rows, n_cols, eps, rows, block,
-        unit_of(n_cols, stride), num_warps=tuned.row_warps(block, itemsize),
+        unit, num_warps=tuned.row_warps(block, itemsize),
     )  # fmt: skip

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from kernelbook import runtime
 from kernelbook.ops import checks, library, visible
 from kernelbook.ops.layer_norm import tuned
-from kernelbook.ops.layer_norm.backward import _backward, row_bwd_kernel
-from kernelbook.ops.layer_norm.forward import _forward, row_fwd_kernel
+from kernelbook.ops.layer_norm.backward import _backward, pieces_bwd_kernel, row_bwd_kernel
+from kernelbook.ops.layer_norm.forward import _forward, pieces_fwd_kernel, row_fwd_kernel
 from kernelbook.ops.layer_norm.sums import buffer_sum_kernel
 from kernelbook.ops.rows.matrix import as_rows, empty_result, rounded
 
@@ -79,8 +79,8 @@ def _run_backward(
         _, dw, db = _backward(
             as_rows(x, n_cols),
             _as_parameter(weight),
-            mean,
-            rstd,
+            mean.contiguous(),  # that of a row that all calls of a vmap share has a stride of 0
+            rstd.contiguous(),
             as_rows(dy, n_cols),
             runtime.kernel_dtype(weight.dtype) if needs_dw else None,
             runtime.kernel_dtype(bias.dtype) if needs_db else None,
@@ -102,7 +102,7 @@ def _result(
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight, bias, ctx.shape, ctx.eps, *_ = inputs
+    x, weight, bias, ctx.shape, ctx.eps, ctx.kept, _ = inputs
     _, *statistics = output
     ctx.save_for_backward(x, weight, bias, *statistics)
     ctx.mark_non_differentiable(*statistics)
@@ -118,7 +118,7 @@ def gradient(ctx, dy, *_):
     if torch.is_grad_enabled():
         grads = _backward_in_torch(ctx, x, weight, bias, dy)
     else:
-        if x.numel() and not mean.numel():  # nobody foresaw a gradient: vmap hides it, and a graph
+        if not ctx.kept:  # nobody foresaw a gradient: vmap hides it, and a graph
             _, mean, rstd = _LAYER_NORM(x, None, None, ctx.shape, ctx.eps, True, x.dtype)
         grads = _LAYER_NORM_BACKWARD(dy, x, weight, bias, mean, rstd, ctx.shape, list(needed))
     return *(dx if n else None for dx, n in zip(grads, needed, strict=True)), *(None,) * 4
@@ -206,7 +206,7 @@ def _batch_backward(info, in_dims, dy, x, weight, bias, mean, rstd, shape, neede
     if needed[1]:
         ones = [1] * len(shape)
         mean, rstd = (t.view(*x.shape[: x.ndim - len(shape)], *ones) for t in statistics)
-        dw = dy.float() * (x.float() - mean) * rstd
+        dw = (x.float() - mean) * rstd * dy.float()  # in this order nothing overflows
         dw = (dw.sum(rows) if rows else dw).to(weight.dtype)
     if needed[2]:
         db = (dy.float().sum(rows) if rows else dy).to(bias.dtype)
@@ -240,8 +240,9 @@ _LAYER_NORM_BACKWARD = library.Operator(
     batch=_batch_backward,
     **library.no_gradient("the gradient of layer_norm was to be differentiated"),
 )
-visible.show(_LAYER_NORM, row_fwd_kernel, row_bwd_kernel, buffer_sum_kernel, where=_is_by_rows)
-visible.show(_LAYER_NORM_BACKWARD, row_bwd_kernel, buffer_sum_kernel, where=_backward_is_by_rows)
+_BACKWARD_KERNELS = row_bwd_kernel, pieces_bwd_kernel, buffer_sum_kernel
+visible.show(_LAYER_NORM, row_fwd_kernel, pieces_fwd_kernel, *_BACKWARD_KERNELS, where=_is_by_rows)
+visible.show(_LAYER_NORM_BACKWARD, *_BACKWARD_KERNELS, where=_backward_is_by_rows)
 
 
 def _check_parameter(name: str, parameter: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 
 from kernelbook import runtime
+from kernelbook.ops.rows.pieces import in_pieces
 
 TILE, TILE_BYTES, WARP = 2048, 32768, 1024
 """Least bytes of a forward tile of whole rows, and most; and the bytes of a row for each of up to
 four warps. A row that one warp holds is reduced without a barrier: on an H200 rows of 512 columns
 of bfloat16 gave 0.98 of a copy, and 0.83 in tiles of 4,096 bytes with four warps. The loads of x
-bypass L1 (``.cg``), so that the weight and the bias, which every row needs, stay there."""
+ask L2 to keep x: with that hint 4,096 columns gave 1.01 of a copy, and 0.96 without."""
 
 SHORT_COLS, SHORTEST_COLS = 32, 8
 """Longest rows of which a warp holds many. One warp a tile would be too few loads at a time where
@@ -23,6 +24,12 @@ def row_warps(block: int, itemsize: int) -> int:
     if block <= SHORT_COLS:
         return 2
     return min(4, max(1, block * itemsize // WARP))
+
+
+PIECE_COLS, PIECE_WARP = 128, 512
+"""Least columns of a piece, and bytes of it for each warp: 16 for each thread, in one load. On an
+H200 a row of bfloat16 of 1,280 columns gave 1.01 of a copy in pieces and 0.82 in one block, one of
+5,120 columns 1.00 and 0.79, and one of 12,288, packed, 0.95 and 0.81."""
 
 
 TILE_COLS, PACKED_COLS = 8192, 65536
@@ -85,12 +92,42 @@ SM with one program needs them, because no other program would load while it com
 8,192 columns of bfloat16 three gave 0.92 of a copy, one 0.69 and two 0.60."""
 
 BWD_PACKED_COLS = 16384
-"""Rows of 16-bit numbers of this one length are packed, one program per SM: the partial sums of
-all columns take half of its registers, and what masks need would spill."""
+"""Longest row of 16-bit numbers that is packed in backward, one program per SM: the partial sums of
+all columns take half of its registers, and what masks need would spill. So a row must consist of
+whole pieces, as one of 12,288 columns does."""
+
 
 BWD_THREADS = 512
 """Threads of looping programs on an SM: 128 of its 65,536 registers for each. All
 programs run from the beginning to the end, and each leaves one row of sums."""
+
+BWD_PIECES = {3: (512, 384), 5: (256, 384)}
+"""Rows of 16-bit numbers that backward takes in pieces, by how many these are: bytes of a piece for
+each warp, and threads on an SM. One block would pad such a row by a third or three fifths of it.
+On an H200 at 1,280 columns of bfloat16 pieces gave 0.97 of a copy and a block 0.88, at 2,560 0.99
+and 0.84, at 5,120 0.94 and 0.79, at 3,072 0.96 and 0.92. With 512 threads 2,560 columns gave 0.81.
+Rows of seven pieces, and those of float32, gained nothing or lost."""
+
+
+def backward_pieces(n_cols: int, itemsizes: tuple[int, int]) -> tuple[int, int, int, int] | None:
+    """Return the pieces of a row, the columns of a piece, a program's warps, and the threads on an
+    SM; or None where backward takes a row as one block."""
+    count, piece = in_pieces(n_cols)
+    if max(itemsizes) > 2 or count not in BWD_PIECES or piece < 2 * PIECE_COLS:
+        return None
+    piece_warp, threads = BWD_PIECES[count]
+    num_warps = 2 * piece // piece_warp
+    if 32 * num_warps > threads // 2:  # two programs at least
+        threads = BWD_THREADS
+    return count, piece, num_warps, threads
+
+
+def is_packed_backward(n_cols: int) -> bool:
+    """Whether backward packs rows of 16-bit numbers of such a length."""
+    pieces, piece = in_pieces(n_cols, least=3)
+    whole = pieces * piece == n_cols and pieces <= 4
+    return whole and BWD_ROW_COLS < n_cols <= BWD_PACKED_COLS
+
 
 BWD_PART_COLS, BWD_MAX_PART_COLS = {2: 2048, 4: 1024}, 4096
 """A longer row is split in parts, for programs that exchange their share of c1 and c2; columns by

@@ -26,6 +26,7 @@ from kernelbook.ops.launch import planned
 from kernelbook.ops.rows import exchange
 from kernelbook.ops.rows.exchange import collect, publish, to_slot, wait
 from kernelbook.ops.rows.packed import come_in_pairs, minus_infinities, narrow, widen
+from kernelbook.ops.rows.pieces import afresh, in_pieces, where_piece
 from kernelbook.ops.rows.units import in_units, unit_of
 from kernelbook.ops.softmax import tuned
 from kernelbook.ops.visible import VisibleLaunch
@@ -59,7 +60,8 @@ def row_fwd_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, BLOCK_COLS)[None, :]
     inside = (rows < n_rows) & (cols < n_cols)
-    x = tl.load(x_ptr + rows * stride_row + cols, mask=inside, other=float("-inf"))
+    x_ptrs = x_ptr + rows * stride_row + cols
+    x = tl.load(x_ptrs, mask=inside, other=float("-inf"), eviction_policy="evict_last")
     x = x.to(tl.float32)
     numerator = exp(x - tl.max(x, axis=1, keep_dims=True))
     y = numerator * (1 / tl.sum(numerator, axis=1, keep_dims=True))
@@ -85,7 +87,7 @@ def packed_row_fwd_kernel(
     y_ptrs = (y_ptr + row * n_cols).to(tl.pointer_type(tl.int32))
     cols = tl.arange(0, BLOCK_COLS // 2)
     inside = cols < n_cols // 2
-    raw = tl.load(x_ptrs + cols, mask=inside, other=MINUS_INF)
+    raw = tl.load(x_ptrs + cols, mask=inside, other=MINUS_INF, eviction_policy="evict_last")
 
     # -- widen: anew for each step, so that the float32 row does not stay in registers
     m = tl.max(widen(raw, dtype), axis=0)
@@ -94,6 +96,47 @@ def packed_row_fwd_kernel(
     raw += zero
     y = exp(widen(raw, dtype) - m) * (1 / d)
     tl.store(y_ptrs + cols, narrow(y, dtype), mask=inside)
+
+
+@triton.jit
+def pieces_fwd_kernel(
+    x_ptr,  # input, (n_rows, n_cols)
+    y_ptr,  # output, (n_rows, n_cols), contiguous
+    stride_row,
+    n_cols,
+    zero,  # 0, which the compiler must not know
+    MINUS_INF: tl.constexpr,  # two of them in an int32
+    N_PIECES: tl.constexpr,  # of a row
+    PAIRS: tl.constexpr,  # pairs of numbers in a piece, a power of two; the pieces cover the row
+    UNIT: tl.constexpr = 1,  # what divides n_cols and stride_row
+):
+    # -- load: as packed_row_fwd_kernel does, in pieces that pad a row less than one block would
+    n_cols, stride_row = in_units(n_cols, UNIT), in_units(stride_row, UNIT)
+    row = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    x_ptrs = (x_ptr + row * stride_row).to(tl.pointer_type(tl.int32))
+    y_ptrs = (y_ptr + row * n_cols).to(tl.pointer_type(tl.int32))
+    raw = ()
+    for piece in tl.static_range(N_PIECES):
+        pairs, inside = where_piece(piece, n_cols // 2, PAIRS, False)
+        ptrs = x_ptrs + pairs
+        raw = raw + (tl.load(ptrs, mask=inside, other=MINUS_INF, eviction_policy="evict_last"),)
+
+    # -- widen: anew for each step, so that the float32 row does not stay in registers
+    highest = widen(raw[0], dtype)
+    for piece in tl.static_range(1, N_PIECES):
+        highest = tl.maximum(highest, widen(raw[piece], dtype))
+    m = tl.max(highest, axis=0)
+    raw = afresh(raw, zero, N_PIECES)
+    total = exp(widen(raw[0], dtype) - m)
+    for piece in tl.static_range(1, N_PIECES):
+        total += exp(widen(raw[piece], dtype) - m)
+    d = tl.sum(total, axis=0)
+    raw = afresh(raw, zero, N_PIECES)
+    for piece in tl.static_range(N_PIECES):
+        pairs, inside = where_piece(piece, n_cols // 2, PAIRS, False)
+        y = exp(widen(raw[piece], dtype) - m) * (1 / d)
+        tl.store(y_ptrs + pairs, narrow(y, dtype), mask=inside)
 
 
 @triton.jit
@@ -133,7 +176,9 @@ def split_row_fwd_kernel(
     x_ptr += row * stride_row
     slots_ptr += row * N_PARTS
     cols = part * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    x = tl.load(x_ptr + cols, mask=cols < n_cols, other=float("-inf")).to(tl.float32)
+    x_ptrs, inside = x_ptr + cols, cols < n_cols
+    x = tl.load(x_ptrs, mask=inside, other=float("-inf"), eviction_policy="evict_last")
+    x = x.to(tl.float32)
     m = tl.max(x, axis=0)
     numerator = exp(x - finite(m))
 
@@ -263,10 +308,17 @@ def _row_forward(x: torch.Tensor, y: torch.Tensor) -> None:
         )  # fmt: skip
     elif n_cols > tuned.TILE_COLS and come_in_pairs((x,)):
         block = runtime.next_power_of_2(n_cols)
-        packed_row_fwd_kernel[(n_rows,)](
-            x, y, stride, n_cols, 0, minus_infinities(x.dtype), block, unit,
-            num_warps=max(1, block // 2048),
-        )  # fmt: skip
+        warps = max(1, block // tuned.PACKED_WARP)
+        pieces, piece = in_pieces(n_cols)
+        zero, pad = 0, minus_infinities(x.dtype)
+        if pieces > 1:
+            pieces_fwd_kernel[(n_rows,)](
+                x, y, stride, n_cols, zero, pad, pieces, piece // 2, unit, num_warps=warps
+            )
+        else:
+            packed_row_fwd_kernel[(n_rows,)](
+                x, y, stride, n_cols, zero, pad, block, unit, num_warps=warps
+            )
     else:
         _row_launch(n_rows, n_cols, stride)(x, y)
 

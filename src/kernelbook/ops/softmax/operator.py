@@ -29,7 +29,7 @@ def _run(x: torch.Tensor, dim: int, algorithm: str) -> torch.Tensor:
         return empty_result(x, dim, x.dtype)
     y, rows = empty_rows(x, _columns(x, dim), dim)
     with runtime.launching_on(x):
-        _forward(_rows_along(x, dim), rows, algorithm)
+        _forward(_rows_along(x, dim), rows, _chosen(algorithm, rows))
     return rounded(y, x.dtype)
 
 
@@ -39,8 +39,18 @@ def _run_backward(y: torch.Tensor, dy: torch.Tensor, dim: int, algorithm: str) -
         return empty_result(y, dim, y.dtype)
     dx, rows = empty_rows(y, _columns(y, dim), dim)
     with runtime.launching_on(y):
-        _backward(_rows_along(y, dim), _rows_along(dy, dim), rows, algorithm)
+        # The row of all calls of a vmap has a stride of 0, and a hook may unpack y with any.
+        y_rows = _rows_along(y, dim).contiguous()
+        _backward(y_rows, _rows_along(dy, dim), rows, _chosen(algorithm, rows))
     return rounded(dx, y.dtype)
+
+
+def _chosen(algorithm: str, rows: torch.Tensor) -> str:
+    """Return which algorithm "auto" is. Here, because while a graph is made, a length may be one
+    that nobody knows yet."""
+    if algorithm != "auto":
+        return algorithm
+    return "row" if rows.shape[1] <= tuned.ROW_COLS else "online"
 
 
 def _setup_context(ctx, inputs, output):
@@ -94,7 +104,8 @@ def _in_batch(dim: int) -> int:
 
 def _is_by_rows(x, dim, algorithm):
     """Whether a program has whole rows, as they are."""
-    return bool(x.numel()) and algorithm == "row" and _columns(x, dim) <= tuned.TILE_COLS
+    by_rows = algorithm in ("auto", "row")
+    return bool(x.numel()) and by_rows and _columns(x, dim) <= tuned.TILE_COLS
 
 
 def _backward_is_by_rows(y, dy, dim, algorithm):
@@ -165,6 +176,4 @@ def softmax(x: torch.Tensor, dim: int = -1, *, algorithm: str = "auto") -> torch
         )
     checks.same_device(x=x)
     x = library.autocast(x, lambda nothing: torch.softmax(nothing, -1))
-    if algorithm == "auto":
-        algorithm = "row" if n_cols <= tuned.ROW_COLS else "online"
     return _SOFTMAX(x, dim, algorithm)
