@@ -3,14 +3,14 @@ Attention, rung by rung
 =======================
 
 The kernel of the last chapter keeps its scores on the chip and skips every tile that the mask
-empties, yet it still falls far short of the speed of a matmul. *Which changes narrow the gap, and
-how much is each of them worth?*
+empties. It is still far slower than a matmul. *Which changes narrow the gap, and how much is each
+of them worth?*
 
 You will learn
 
 - how to measure what each of six changes is worth, when it is made and when it is taken back;
-- how to count the waits in a program's machine code, and to ask the assembler for its reason;
-- how to test whether exponentials run at the same time as matmuls.
+- how to count the waits in machine code, and ask the assembler for their reason;
+- how to test whether exponentials cost time or hide behind matmuls.
 
 The kernel is the package's, in plain Triton: ``attention(..., backend="triton")``.
 """
@@ -65,8 +65,9 @@ lab.start("attention_fast", "kernelbook.ops.attention")
 # What could hold attention back
 # ------------------------------
 #
-# Attention is two matmuls with exponentials in between, and it is slower than a matmul because the
-# tensor cores, the GPU's matmul units, are idle part of the time. Four things could be the reason.
+# Attention is two matmuls with exponentials in between. It could run at the speed of a matmul if
+# the :term:`tensor cores <matrix unit>`, the GPU's matmul units, never paused. Four things can make
+# them pause.
 
 
 # Measuring
@@ -105,14 +106,15 @@ def finished_without_a_mask():
 
 will_reach = finished_without_a_mask()
 lab.read(
-    "**Memory.** The tiles may arrive too slowly. "
+    "**Memory.** The tiles may arrive too late. "
     + (
         f"If every byte came from HBM, the memory outside the chip, attention could not exceed "
-        f"{from_hbm:.0f} TFLOP/s. But the L2 cache can serve many of the loads"
+        f"{from_hbm:.0f} TFLOP/s. "
         + (
-            f", and it does: without a mask, the finished kernel will reach {will_reach:.0f}."
+            f"Without a mask, the finished kernel will reach {will_reach:.0f}, so the L2 cache "
+            f"must serve many of the loads."
             if will_reach > from_hbm
-            else "."
+            else "But the L2 cache can serve many of the loads."
         )
         if per_byte < needed
         else f"But even if every byte comes from HBM, the memory outside the chip, memory allows "
@@ -123,32 +125,35 @@ lab.read(
 # %%
 
 # Folded: The bytes counted, and why a program keeps its queries and loads the keys
-both_orders = {length: moved_by(length) for length in (4096, 16384)}
-lab.read(
-    f"Each tile of 128 queries loads all keys and values of its head again, and since the programs "
-    f"of a head load the same ones at the same time, L2 can serve them. "
-    f"Attention does {per_byte:.0f} operations per byte that it loads or stores, whereas in this "
-    f"run the GPU needed {needed:.0f} to keep its arithmetic busy. "
+queries_stay, keys_stay = moved_by(4096)
+bytes_counted = lab.read(
     f"At length 4,096 and head_dim 128, a head does {4 * 4096**2 * 128 / 1e9:.2f} GFLOP on "
-    f"{moved_by(4096)[0]:.0f} MiB. A matmul runs at {matmul_speed:.0f} TFLOP/s and a copy at "
-    f"{copy_speed:,.0f} GB/s. "
-    f"A program that keeps a tile of keys instead has to read all queries, and to read and write "
-    f"back their `acc` in float32. At length 4,096 this is {both_orders[4096][1]:,.0f} MiB per "
-    f"head, instead of {both_orders[4096][0]:,.0f}, and at 16,384 it is "
-    f"{both_orders[16384][1]:,.0f} instead of {both_orders[16384][0]:,.0f}. There is a worse "
-    f"problem: programs with different keys add to the same `acc`, so they would have to wait for "
-    f"each other. The first FlashAttention avoided this by running one program per head, but with "
-    f"few heads most of a GPU with more than a hundred SMs is then idle. If each program keeps its "
-    f"queries, no two programs write to the same address, and there are as many programs as tiles "
-    f"of queries."
+    f"{queries_stay:.0f} MiB, because each tile of 128 queries loads all keys and values again. "
+    f"This is {per_byte:.0f} operations per byte."
 )
+from_l2 = lab.read(
+    f"In this run, a matmul reaches {matmul_speed:.0f} TFLOP/s and a copy {copy_speed:,.0f} GB/s, "
+    f"so the GPU can do {needed:.0f} operations in the time of a byte. L2 can help because the "
+    f"programs of a head load the same keys and values at the same time."
+)
+why_queries = lab.read(
+    f"**Why a program keeps queries.** If it kept a tile of keys instead, it would have to read "
+    f"all queries, and to read and write back their `acc` in float32. This is {keys_stay:,.0f} MiB "
+    f"per head instead of {queries_stay:,.0f}. Worse, programs with different keys would add to "
+    f"the same `acc`, and would have to wait for each other. The first FlashAttention avoided this "
+    f"with one program per head, which leaves most SMs idle if the heads are few. If each program "
+    f"keeps its queries, no two programs write to the same address."
+)
+lab.together(bytes_counted, from_l2, why_queries)
 
 # %%
-# **Exponentials.** Each score costs :math:`4 D` operations in the two matmuls, for head_dim
-# :math:`D`, and one exponential. An :term:`SM` of a Hopper GPU executes 4,096 such operations per
-# cycle, but only 16 exponentials, so at head_dim 128 the exponential takes half as long as the
-# matmuls. If all :term:`warps <warp>` of an SM alternate between the two in step, the tensor cores
-# work for at most two thirds of the time.
+# **Exponentials.** For head_dim :math:`D`, each score costs :math:`4 D` operations in the two
+# matmuls and one exponential. Per cycle, an :term:`SM` of a Hopper GPU executes 4,096 such
+# operations, but only 16 exponentials. At head_dim 128, the exponential therefore takes half as
+# long as the matmuls.
+#
+# If all :term:`warps <warp>` of an SM alternate between the two in step, the tensor cores work for
+# at most two thirds of the time. A second program can fill the rest:
 
 
 # Drawing
@@ -191,34 +196,34 @@ def turns(axes):
 
 lab.sketch(
     "A second program can fill the idle time",
-    "Two timelines of an SM. If all warps are in step, a matmul takes two units of time, and then "
-    "the exponentials take one, during which the tensor cores are idle. With two programs, one "
-    "computes its exponentials while the tensor cores work for the other, and they are never idle.",
+    "Two timelines of an SM. All warps in step: matmuls for two units of time, then exponentials "
+    "for one, in which the tensor cores are idle. Two programs: one computes exponentials during "
+    "the matmuls of the other, and the tensor cores are never idle.",
     turns,
     height=2.9,
 )
 
 # %%
-# **Pauses.** If a program waits after each matmul instruction, the tensor cores pause before the
-# next.
+# **Waits.** If a program waits after each matmul instruction, the tensor cores are idle until it
+# issues the next.
 #
-# **The end.** If the last programs to start are long ones, most SMs are idle while these finish.
+# **The end.** If the programs that start last are long ones, most SMs are idle while these finish.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
 #
 #    A second program on an SM can use the tensor cores while the first computes exponentials or
-#    waits. The first of our six changes makes room for it, and the next three make it pay, because
-#    they save registers and remove pauses. The fifth saves other work, and the sixth leaves fewer
-#    SMs idle at the end.
+#    waits. The first of our six changes makes room for it. The next three make it pay, because they
+#    save registers or remove waits. The fifth saves other work, and the sixth leaves fewer SMs idle
+#    at the end.
 
 # %%
 # The loop
 # --------
 #
-# Where can a program wait? We make the six changes, the *rungs* of a ladder, to a kernel whose
-# loop loads a tile of keys, computes the scores ``qk``, turns them into weights ``p``, and adds the
-# weighted values to ``acc``. It may have to wait at either ``tl.dot``:
+# Where can a program wait? The loop that we change loads a tile of keys, computes the scores
+# ``qk``, turns them into weights ``p``, and adds the weighted values to ``acc``. It may have to
+# wait at either ``tl.dot``:
 #
 # .. code-block:: python
 #
@@ -233,20 +238,21 @@ lab.sketch(
 # updates each query's largest score ``m_i`` and sum of weights ``l_i``, and returns ``alpha``,
 # which rescales the old sums to the new maximum.
 #
-# Each ``tl.dot`` becomes several matmul instructions. On Hopper, a program can hand over all of
-# them to the tensor cores, do other work, and **wait** once, where it needs the result. At worst,
+# Each ``tl.dot`` becomes several matmul instructions. On Hopper, a program can hand all of them
+# over to the tensor cores, do other work, and **wait** once, where it needs the result. At worst,
 # it waits after each instruction:
 #
 # .. image:: /figures/attention-waits.svg
-#    :alt: Two timelines of the eight instructions of a tl.dot. Above, the program hands over all of
-#          them, does other work, and waits once, and the tensor cores work without a gap. Below, it
-#          waits after each instruction, the tensor cores are idle until the next one comes, and
-#          the other work is left for the end.
+#    :alt: Two timelines of the eight instructions of a tl.dot. At best, the program hands over all
+#          of them, works, and waits once, and the tensor cores work without a gap. At worst, it
+#          waits after each, and the tensor cores are idle in between.
 #
 # Until a matmul is complete, nothing else may use the registers that it reads and writes. Where the
 # assembler, the last stage of the compiler, cannot guarantee this, it makes the program wait after
-# each instruction. In *SASS*, the machine code, a matmul instruction appears as ``HGMMA`` and a
-# wait as ``WARPGROUP.DEPBAR``, so we can count both:
+# each instruction.
+#
+# We can count the waits. In :term:`SASS`, the machine code, a matmul instruction is called
+# ``HGMMA`` and a wait ``WARPGROUP.DEPBAR``:
 #
 # .. code-block:: python
 #
@@ -254,18 +260,18 @@ lab.sketch(
 #    code = compiled.asm["sass"]          # its machine code, as text
 #    code.count("HGMMA"), code.count("WARPGROUP.DEPBAR")
 #
-# How many should there be? An instruction covers 16 steps of the inner dimension, so ``q kᵀ`` takes
+# How many should there be? An instruction covers 16 steps of the inner dimension. So ``q kᵀ`` takes
 # 8, because head_dim is 128, and ``p v`` takes 4, because a tile has 64 keys. The kernel contains
-# the loop twice, for whole tiles and for tiles that the mask cuts: 2 · (8 + 4) = 24 instructions
-# and, at best, 4 waits. Every further wait is a pause.
+# the loop twice, for whole tiles and for tiles that the mask cuts. This makes 2 · (8 + 4) = 24
+# instructions and, at best, 2 · 2 = 4 waits.
 
 # %%
 # The ladder
 # ----------
 #
-# What does each change gain? The ladder starts from the staged kernel of the last chapter. Speeds
-# are percentages of a :term:`cuBLAS` matmul's in the same run; the text gives them with a causal
-# mask unless it says otherwise.
+# What does each change gain? The *rungs* of our ladder are the six changes, made one after the
+# other to the staged kernel of the last chapter. Speeds are percentages of a :term:`cuBLAS`
+# matmul's in the same run, with a causal mask unless the text says otherwise.
 
 
 # Whole: one for all rungs, with a flag for each change
@@ -579,12 +585,12 @@ CHANCE = 0.015  # a smaller difference is none that we can tell
 
 CAUSES = {
     "in stages": "one program per SM",
-    "two programs": "one works while the other waits",
+    "two programs": "two stages, 128 registers",
     "descriptors": "no addresses in registers",
-    "one iteration ahead": "fewer tiles in registers at once",
+    "one iteration ahead": "p v ends before q kᵀ starts",
     "two-step maximum": "one wait per tl.dot",
     "scale folded": "one multiplication fewer",
-    "heavy first": "no long programs at the end",
+    "heavy first": "long programs start first",
 }
 
 
@@ -747,26 +753,19 @@ steps_up = {
     name: change(name, before)
     for before, name in zip(list(LADDER)[:-1], list(LADDER)[1:], strict=True)
 }
-limit_costs = known("register limit alone") and (
-    change("register limit alone", "in stages") < -CHANCE
-)
 
 # %%
 
 # Reading
 lab.read(
-    "Rung 1 "
+    "Two steps are odd. Rung 1 "
     + (
         "gains nothing"
         if abs(steps_up["two programs"]) < CHANCE
         else f"loses {-100 * steps_up['two programs']:.0f} %"
     )
-    + ", and rung 4, the largest step, only takes the same maximum in another way. Waits "
-    + (
-        "play a part in both."
-        if limit_costs
-        else "will explain the second and probably the first."
-    )
+    + ", although it makes room for a second program. Rung 4, the largest step, only takes the "
+    "same maximum in another way. Waits will explain the second and probably the first."
     if steps_up["two programs"] < CHANCE
     and max(steps_up, key=steps_up.get) == "two-step maximum"
     else "We take the six changes one by one."
@@ -776,15 +775,20 @@ lab.read(
 
 # Folded: The start, the steps in TFLOP/s, and the check of every rung
 before = lab.read(
-    f"The start is the staged kernel of the last chapter with a different beginning: `m_i` starts "
-    f"at `LOWEST`, the lowest finite number of float32, instead of −∞. This saves the guard "
-    f"against −∞ − (−∞), which is NaN, because −∞ minus a finite number is −∞, whose exponential "
-    f"is 0. With a causal mask, the old kernel takes {100 * of_chapter_before('causal'):.0f} % "
-    f"longer, in a separate run. `PRECISION` in the code is `tf32x3` on NVIDIA GPUs and matters "
-    f"only in float32: it splits each number into a coarse part and a remainder, both in TF32, and "
-    f"replaces one matmul by three. Each speed is the median of many timings, of which the middle "
-    f"60 % lie within {100 * scatter:.1f} % of it. Two speeds are the same if they differ by less "
-    f"than {100 * CHANCE} %. Gains are computed before rounding."
+    f"**The start** is the staged kernel of the last chapter, but `m_i` begins at `LOWEST`, the "
+    f"lowest finite number of float32. If it began at −∞, it would need a guard, because −∞ − (−∞) "
+    f"is NaN. Now no guard is needed: −∞ minus a finite number is −∞, whose exponential is 0. With "
+    f"a causal mask, the old kernel takes {100 * of_chapter_before('causal'):.0f} % longer, in a "
+    f"separate run."
+)
+in_float32 = lab.read(
+    "**`PRECISION`** matters only in float32. On NVIDIA GPUs it is `tf32x3`, which splits each "
+    "number into a coarse part and a remainder, both in TF32, and replaces one matmul by three."
+)
+timings = lab.read(
+    f"**Each speed** is the median of many timings, of which the middle 60 % lie within "
+    f"{100 * scatter:.1f} % of it. We call two speeds the same if they differ by less than "
+    f"{100 * CHANCE} %. Gains are computed before rounding."
 )
 tflops = lab.table(
     [
@@ -803,7 +807,7 @@ checked = lab.read(
     "We check every rung against float64: in float32 at lengths that no tile divides, and on a "
     "GPU also in bfloat16, with the same tiles and options as in the timings."
 )
-lab.together(before, tflops, checked, lab.check("The rungs", cases()))
+lab.together(before, in_float32, timings, tflops, checked, lab.check("The rungs", cases()))
 
 # %%
 
@@ -878,8 +882,8 @@ def waits_of(name):
 # Rung 1: two programs on an SM
 # -----------------------------
 #
-# How can a second program fit on an SM? Each may take at most half of the SM's registers and shared
-# memory:
+# How can a second program fit on an SM? Only if each takes at most half of the SM's registers and
+# :term:`shared memory`:
 
 
 # Drawing
@@ -949,18 +953,18 @@ def two_boxes(axes):
 
 lab.sketch(
     "Room for a second program",
-    "Two SMs, each a box of registers and a box of shared memory. On the left one program with "
-    "three stages fills 128 of 227 KiB of shared memory and three quarters of the registers, and a "
-    "second one does not fit. On the right two programs with two stages take 96 KiB and half of "
-    "the registers each.",
+    "Two SMs, each a box of registers and a box of shared memory. Left: one program of the start "
+    "takes 128 of 227 KiB and more than three quarters of the registers, and a second one does not "
+    "fit. Right: two programs of rung 1 take 96 KiB and half of the registers each.",
     two_boxes,
     height=3.2,
 )
 
 # %%
 # **Shared memory** holds the tiles. ``num_stages``, the number of *pipeline stages*, says how many
-# tiles of keys, and how many of values, are in flight or in use at a time. A program's 128 queries
-# take 32 KiB, and so does each stage. With two stages, two programs fit into the 227 KiB of an SM.
+# tiles of keys, and how many of values, are loaded or used at a time. A program's 128 queries take
+# 32 KiB, and so do the 64 keys and 64 values of a stage. With two stages, a program takes 96 KiB,
+# and two programs fit into the 227 KiB of an SM.
 #
 # **Registers** hold ``acc`` and the scores. Two programs of 8 warps have 512 threads, which leaves
 # each thread 128 of the SM's 65,536 registers. We set this limit with ``maxnreg``, an option of the
@@ -982,7 +986,7 @@ def by_half(versions):
             "registers": made[of]["registers"],
             "spills": made[of]["spills"],
             "waits": made[of]["waits for them"],
-            "programs": programs_on_an_sm(made[of]),
+            "programs that fit": programs_on_an_sm(made[of]),
         }
         | {"of a matmul": of_matmul(of)}
         for name, of in versions.items()
@@ -998,7 +1002,7 @@ stages_alone = change("two stages alone", "in stages")
 room_costs = limit_alone < -CHANCE and stages_alone < -CHANCE
 measured(
     "two programs",
-    "Making room has its price:"
+    "Making room costs speed:"
     if room_costs
     else f"Each thread used {compiled_to('in stages', 'registers')} registers and now has 128.",
     both=True,
@@ -1031,21 +1035,14 @@ early = max(gain("two programs", mask) for mask in ("causal", "full")) < 0.05
 halves_alone = ("register limit alone", "two stages alone")
 faster_half = max(halves_alone, key=lambda name: change(name, "in stages"))
 lab.read(
-    "Neither half alone lets a second program in, so the two middle rows show only the price: "
-    "fewer tiles in flight, or "
+    "Neither half alone makes room, so the two middle rows show only what each costs: fewer tiles "
+    "loaded ahead, or "
     + (
-        "spills and a wait after each matmul instruction. "
+        "spills and a wait after each matmul instruction."
         if compiled_to("register limit alone", "spills") > 0
         and compiled_to("register limit alone", "waits for them")
         == compiled_to("register limit alone", "matmul instructions")
-        else "less freedom for the compiler. "
-    )
-    + f"The second program is worth at least the step from {of_matmul(faster_half)} to "
-    f"{of_matmul('two programs')}, because rung 1 pays both prices. "
-    + (
-        "Here it only wins them back, so the next three rungs lower the price."
-        if early
-        else "The next three rungs lower the price."
+        else "less freedom for the compiler."
     )
     if room_costs and second > CHANCE
     else f"Compared with the start, the register limit alone changes the speed by "
@@ -1054,22 +1051,41 @@ lab.read(
 )
 
 # %%
+
+# Reading
+lab.read(
+    f"**The second program is worth at least the step from {of_matmul(faster_half)} to "
+    f"{of_matmul('two programs')}**, because this step also pays for "
+    + (
+        "the lost stage. "
+        if faster_half == "register limit alone"
+        else "the register limit. "
+    )
+    + (
+        "But it only wins back what making room costs. The next three rungs lower that cost."
+        if early
+        else "The next three rungs lower the cost of making room."
+    )
+    if room_costs and second > CHANCE
+    else "The next three rungs save registers or remove waits."
+)
+
+# %%
 # Rung 2: descriptors instead of addresses
 # ----------------------------------------
 #
 # Registers are now scarce. Which ones can a thread do without? It spends some on an address and a
 # mask for each piece of a tile that it loads. A :term:`tensor descriptor <descriptor>` makes these
-# unnecessary. The host creates it once, from the address, sizes and strides of a tensor, and the
+# unnecessary. The :term:`host` creates it from the address, sizes and strides of a tensor, and the
 # size of a tile.
 #
 # .. image:: /figures/attention-descriptor.svg
-#    :alt: Above, without a descriptor: 256 threads each compute addresses and a mask in registers,
-#          and copy their own part of a tile from global memory. Below, with a descriptor: one
-#          thread names the tile by its coordinates, and the copy engine TMA computes addresses,
-#          checks the bounds, and puts the tile into shared memory.
+#    :alt: Without a descriptor, 256 threads each hold addresses and a mask in registers, and copy
+#          their own part of a tile. With one, a single thread names the tile by its coordinates,
+#          and the copy engine, TMA, brings it into shared memory.
 #
-# One thread then names a tile by its coordinates. The Tensor Memory Accelerator (TMA), the copy
-# engine of an SM since Hopper, computes the addresses, fills whatever lies outside with zeros, and
+# One thread then names a tile by its coordinates. The copy engine of an SM, the Tensor Memory
+# Accelerator (:term:`TMA`), computes the addresses, fills whatever lies outside with zeros, and
 # puts the tile into shared memory:
 #
 # .. code-block:: python
@@ -1210,9 +1226,11 @@ stays = (
 )
 measured(
     "descriptors",
-    f"Nothing spills any more, but the waits remain, because the limit is still too tight: without "
-    f"it a thread would use {compiled_to('descriptors, no limit', 'registers')} registers, and the "
-    f"waits would go. "
+    f"Nothing spills any more. Without the limit, a thread would now use "
+    f"{compiled_to('descriptors, no limit', 'registers')} registers instead of "
+    f"{compiled_to('two stages alone', 'registers')}, and the code would wait "
+    f"{compiled_to('descriptors, no limit', 'waits for them')} times. But the limit is 128, so all "
+    f"{compiled_to('descriptors', 'waits for them')} waits remain."
     if stays and compiled_to("descriptors", "spills") == 0
     else f"Spills go from {compiled_to('two programs', 'spills')} to "
     f"{compiled_to('descriptors', 'spills')}. The code waits {waits_of('descriptors')}. ",
@@ -1221,28 +1239,23 @@ measured(
 # %%
 # .. dropdown:: Descriptors in the package, and GPUs without a copy engine
 #
-#    The host describes a tensor with ``describe``. In the kernel, ``head_of`` combines the
-#    descriptor with the indices of batch and head, ``coordinates`` adds the row and column of a
-#    tile, and ``load_tile`` reads the tile.
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
-#       :pyobject: describe
-#
-#    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
-#       :pyobject: coordinates
+#    The host makes a descriptor with ``describe``. In the kernel, ``head_of`` combines it with the
+#    indices of batch and head, and ``load_tile`` reads the tile at a row and column.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
 #       :pyobject: load_tile
 #
 #    GPUs before Hopper have no TMA. The GeForce RTX 50 series has one, but its matmul instructions
 #    read registers rather than shared memory, so a tile in shared memory is not yet where it is
-#    needed. On both, the package's kernel receives the address of a head instead, because Triton
-#    would turn a descriptor back into addresses and masks, and slow ones: before a thread may load
-#    16 bytes at once, the compiler has to know that neighbours in a row are neighbours in memory,
-#    and a descriptor from the host does not tell it this at compile time. ``head_of`` gives it an
-#    address whose last stride is the constant 1, and ``inside`` computes the addresses of a tile
-#    from that. The factor ``UNIT`` shows the compiler that rows begin at multiples of 16 bytes;
-#    :doc:`/chapters/first_kernel` explains this, and ``tl.multiple_of``, which promises the same.
+#    needed. On both, the package's kernel receives the address of a head instead.
+#
+#    Triton could turn a descriptor back into addresses and masks, but into slow ones. Before a
+#    thread may load 16 bytes at once, the compiler has to know that neighbours in a row are
+#    neighbours in memory, and a descriptor from the host does not tell it this at compile time.
+#    ``head_of`` gives it an address whose last stride is the constant 1, and ``inside`` computes
+#    the addresses of a tile from that. The factor ``UNIT`` shows the compiler that rows begin at
+#    multiples of 16 bytes. :doc:`/chapters/first_kernel` explains this, and ``tl.multiple_of``,
+#    which promises the same.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
 #       :pyobject: head_of
@@ -1254,11 +1267,12 @@ measured(
 # Rung 3: scores one iteration ahead
 # ----------------------------------
 #
-# Rung 2 still waits because registers are too few. What fills them? In our loop, Triton hands over
-# the next ``q kᵀ`` while ``p v`` is still running, and waits for both together. Until then, a
-# thread holds its parts of three tiles: ``acc``, the weights ``p`` that ``p v`` reads, and the new
-# scores. If Triton waited for ``p v`` first, the scores could take the registers of the weights,
-# and while this program waits, the other can use the tensor cores:
+# Rung 2 still waits because registers are too few. What fills them? Triton hands over the next ``q
+# kᵀ`` before ``p v`` has ended, and would wait for both together. This takes registers for three
+# tiles at once: ``acc``, the weights ``p``, and the new scores.
+#
+# If Triton waited for ``p v`` first, the scores could take the registers of the weights. While this
+# program waits, the other can use the tensor cores:
 
 
 # Drawing
@@ -1294,18 +1308,18 @@ def registers_held(axes):
 
 
 lab.sketch(
-    "Registers that running matmuls hold, per thread",
-    "Bars up to a limit of 128 registers. In rungs 1 and 2, q k and p v run together and hold 64 "
-    "registers of acc, 16 of the weights p and 32 of the scores, 112 in all. In rung 3, p v holds "
-    "acc and p, 80, and then q k holds acc and the scores, 96.",
+    "Registers that the matmuls need at once, per thread",
+    "Bars up to the limit of 128 registers. Rungs 1 and 2, q k and p v together: acc 64, weights "
+    "16 and scores 32, in all 112. Rung 3: p v needs 80, and then q k needs 96.",
     registers_held,
     height=2.5,
 )
 
 # %%
-# Whatever is left of the 128 must hold everything else, such as maxima and sums. So that Triton
-# waits for ``p v`` first, each iteration ends with the scores of the *next* tile, and the last tile
-# is finished after the loops:
+# The rest of the 128 must hold everything else, such as maxima and sums.
+#
+# How do we make Triton wait for ``p v`` first? Each iteration now ends with the scores of the
+# *next* tile, and the last tile is finished after the loops:
 #
 # .. code-block:: python
 #
@@ -1324,8 +1338,11 @@ still_waits = all(
 )
 measured(
     "one iteration ahead",
-    "The code still waits after each matmul instruction, so fewer waits are not the reason; the "
-    "true one is open. But the waits now have a new cause, which rung 4 removes."
+    f"Without the limit, a thread would use "
+    f"{compiled_to('one iteration ahead, no limit', 'registers')} registers instead of "
+    f"{compiled_to('descriptors, no limit', 'registers')}. But the code still waits after each "
+    f"matmul instruction, so why it is faster is open. The waits now have another cause, which "
+    f"rung 4 removes."
     if still_waits
     else "We did not isolate what gains speed here.",
 )
@@ -1335,15 +1352,15 @@ measured(
 # --------------------------------
 #
 # Why does rung 3 still wait? Its loop carries two versions of ``acc``, and Triton copies one to the
-# other while ``p v`` is still writing it. To be safe, the assembler makes the program wait:
+# other while ``p v`` is still writing it. The assembler makes this safe with a wait after each
+# instruction:
 #
 # .. image:: /figures/attention-acc-twice.svg
-#    :alt: Three timelines of the four instructions of p v. In rung 3, as Triton writes it, the
-#          program copies acc while they still write it, and then waits. The assembler makes that
-#          safe with a wait after each instruction, and copies acc after the last. In rung 4 there
-#          is one acc and no copy, and the program waits once.
+#    :alt: Three timelines of the four instructions of p v. Rung 3, as Triton writes it, copies acc
+#          while they still write it. The assembler adds a wait after each instruction, and copies
+#          acc after the last. Rung 4 has one acc and no copy, and waits once.
 #
-# The assembler, *ptxas*, says so itself if we set two environment variables for rung 3:
+# The assembler, *ptxas*, says so itself if we compile rung 3 with two environment variables:
 #
 # .. code-block:: bash
 #
@@ -1393,12 +1410,12 @@ lab.read(
     "In plain words: something reads the accumulator, `acc`, while a matmul (`wgmma`) may still be "
     "writing it, so every matmul of the kernel has to wait. "
     + (
-        f"In rungs 1 and 2, the reason was “{of_first.pop()}”. "
+        f"For rungs 1 and 2, ptxas gave another reason: “{of_first.pop()}”. "
         if len(of_first) == 1
         else ""
     )
     + (
-        "Now more registers would not help: without the limit, the code waits just as often."
+        "Rung 3 would wait just as often if it had more registers."
         if compiled_to(free, "waits for them")
         == compiled_to(free, "matmul instructions")
         else ""
@@ -1406,13 +1423,14 @@ lab.read(
 )
 
 # %%
-# Where does the second ``acc`` come from? To multiply ``acc * alpha``, the compiler needs both in
-# one *layout*, which says which thread holds which elements. But ``alpha`` has the layout of the
-# scores, from whose maximum it comes. Up to rung 2, the compiler converts ``alpha``, which is
-# cheap. In rung 3, it converts ``acc`` in some places, and one loop is left with two versions.
+# Where does the second ``acc`` come from? A *layout* says which thread holds which elements, and
+# ``acc * alpha`` needs both in one layout. But ``alpha`` has the layout of the scores, from whose
+# maximum it comes. Up to rung 2, the compiler converts ``alpha``, which is small. In rung 3, it
+# converts ``acc`` in some places, and one loop carries two versions. How the one leads to the
+# other, we did not trace.
 #
-# If a reshape in ``row_max`` gives the maximum another layout, the compiler no longer converts
-# ``acc``:
+# So we take the maximum in two steps. The reshape in ``row_max`` gives it another layout, and the
+# compiler no longer converts ``acc``:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
 #    :language: python
@@ -1442,8 +1460,9 @@ measured(
 )
 
 # %%
-# Is it really the copy that costs so much? We keep the maximum of rung 3, and by hand delete the
-# second ``acc`` from its *TTGIR*, Triton's intermediate code (``compiled.asm["ttgir"]``):
+# Is it really the copy that costs so much? To test this, we keep the maximum of rung 3 and delete
+# only the second ``acc``, by hand, from Triton's intermediate code, the *TTGIR*
+# (``compiled.asm["ttgir"]``):
 
 # Reading
 TESTED = {
@@ -1499,9 +1518,9 @@ by_hand = change("two-step maximum", "one wait")
 
 # Reading
 lab.read(
-    "Without the copy, rung 3 is as fast as rung 4, so removing the copy, with the waits that it "
-    "forces, accounts for the whole gain of rung 4. If ptxas names the accumulator in your kernel, "
-    "look in the TTGIR for what copies or converts it."
+    "Without the copy, and the waits that it forces, rung 3 is as fast as rung 4. So the copy "
+    "explains the whole gain. If ptxas names the accumulator in your kernel, look in the TTGIR for "
+    "what copies or converts it."
     if abs(by_hand) < CHANCE
     else f"The speed of rung 4 differs by {100 * by_hand:+.0f} % from that of rung 3 without the "
     f"copy, so the copy is not the whole difference."
@@ -1524,20 +1543,21 @@ RUNGS_3_AND_4 = {"rung 3": "one iteration ahead", "rung 4": "two-step maximum"}
 
 # %%
 
-# Folded: The second acc, the reasons of ptxas for every rung, and registers and copies in rung 3
-chain = lab.read(
-    "**Why there are two versions.** Converting `alpha` costs less than converting `acc`, because "
-    "`alpha` has one number per row and `acc` 128. The scores have the layout of a matmul with 64 "
-    "columns, and `acc` that of one with 128. The maximum, `tl.max(qk, axis=1)`, inherits the "
-    "layout of the scores, and so does `alpha`. In rung 3, `acc` is converted for the tiles that "
-    "the mask cuts and after the loops. The loop over whole tiles converts only `alpha`, but "
-    "carries two versions of `acc`, one for its next iteration and one for the code after it. We "
-    "did not trace how the compiler comes to this. In TTGIR, two waits, `warp_group_dot_wait`, "
-    "follow `p v` there instead of one, one for each version. The second version is a copy of "
-    "`acc`, 64 registers per thread, which the code makes before both waits, while `p v` is still "
-    "running. The reshape of `row_max` gives the maximum a layout that belongs to no matmul. The "
-    "machine code of `p v` shows the waits:"
+# Folded: The second acc, and the assembler's reason for each rung
+layouts = lab.read(
+    "**Layouts.** The scores have the layout of a matmul with 64 columns, and `acc` that of one "
+    "with 128. The maximum, `tl.max(qk, axis=1)`, inherits the layout of the scores, and so does "
+    "`alpha`. Converting `alpha` moves one number per row, and converting `acc` 128. The reshape "
+    "of `row_max` gives the maximum a layout that belongs to no matmul."
 )
+two_versions = lab.read(
+    "**Two versions.** In rung 3, `acc` is converted for the tiles that the mask cuts and after "
+    "the loops. The loop over whole tiles converts only `alpha`, but in TTGIR it yields two "
+    "tensors of 128 × 128, one for its next iteration and one for the code after it. Two waits, "
+    "`warp_group_dot_wait`, follow `p v` there, one for each version. The second version is a copy "
+    "of `acc`, 64 registers per thread, which the code makes before both waits."
+)
+in_sass = lab.read("**Waits.** The machine code of `p v` shows them:")
 both_codes = as_printed(
     "SASS of one p v, abridged to its matmuls and waits",
     "\n".join(
@@ -1576,44 +1596,59 @@ same_code = lab.read(
     if same_waits
     else "The code of the timed run may wait differently."
 )
-in_ttgir = lab.read(
-    "TTGIR shows each conversion of a layout, `ttg.convert_layout`, and, at the end of a loop's "
-    "body, each copy by the engine. The loop "
-    "over whole tiles, `scf.for`, yields two tensors of 128 × 128 in rung 3, and one in the "
-    "others. Both have the same numbers and the same layout, and the machine code can hardly keep "
-    "both: two versions "
-    f"of `acc` and the scores would take {registers_of_two} registers, and without a limit rung 3 "
-    f"uses {compiled_to(free, 'registers')} in all. Within 128 registers, "
-    f"{compiled_to('one iteration ahead', 'spills')} values spill. Without a limit, rung 3 waits "
-    f"{waits_of(free)}, and rung 2, with {compiled_to('descriptors, no limit', 'registers')} "
-    f"registers, waits {waits_of('descriptors, no limit')}. The kernel that we edited by hand "
-    f"returns {'the same bits as' if same_bits else 'different bits from'} rung 3."
+without_limit = lab.read(
+    f"Without a limit, rung 3 waits {waits_of(free)}, and rung 2, with "
+    f"{compiled_to('descriptors, no limit', 'registers')} registers, waits "
+    f"{waits_of('descriptors, no limit')}."
+)
+in_rung_3 = lab.read(
+    f"**Registers of rung 3.** Two versions of `acc` and the scores would take {registers_of_two} "
+    f"registers, so the machine code can hardly keep both: without a limit, it uses "
+    f"{compiled_to(free, 'registers')} in all. Within 128 registers, "
+    f"{compiled_to('one iteration ahead', 'spills')} values spill."
+)
+of_edited = lab.read(
+    f"The kernel edited by hand returns "
+    f"{'the same bits as' if same_bits else 'different bits from'} rung 3."
 )
 copies = lab.read(
-    "**Copies in rungs 2 and 3.** In both, Triton starts copying the next tiles at the end of an "
-    "iteration. In rung 2, the tile of keys is needed first, as soon as `p v` is done; in rung 3, "
-    "that of values, after the exponentials. This may be what gains speed in rung 3, but we have "
-    "not timed it."
+    "**Why rung 3 gains, perhaps.** In rungs 2 and 3, Triton starts copying the next tiles at the "
+    "end of an iteration. In rung 2, the tile of keys is needed first, as soon as `p v` is done; "
+    "in rung 3, that of values, after the exponentials. So the copies have more time. We have not "
+    "timed this."
 )
 no_gpu = lab.read(
-    "None of this needs a GPU: the assembler's reasons, TTGIR, the machine code, and the copies "
-    "and waits in the table with the edited kernel come from code compiled for an H200 when this "
-    "page was built. All other counts come from the recorded run. ptxas numbers its remarks: C7512 "
-    "is about too few registers, and C7514 about the accumulator."
+    "**How to see all this without a GPU.** The assembler's reasons, TTGIR, the machine code, and "
+    "the copies and waits in the table with the edited kernel come from code compiled for an H200 "
+    "when this page was built. All other counts come from the recorded run. TTGIR shows each "
+    "conversion of a layout as `ttg.convert_layout`. ptxas numbers its remarks: C7512 is about too "
+    "few registers, and C7514 about the accumulator."
 )
-lab.together(chain, both_codes, reasons, same_code, in_ttgir, copies, no_gpu, differing)
+lab.together(
+    layouts,
+    two_versions,
+    in_sass,
+    both_codes,
+    reasons,
+    same_code,
+    without_limit,
+    in_rung_3,
+    of_edited,
+    differing,
+    copies,
+    no_gpu,
+)
 
 # %%
 # Rung 5: the scale inside the exponential
 # ----------------------------------------
 #
 # The needless waits are gone. What work can the loop still save? It scales every score before it
-# subtracts the maximum, which costs a multiplication per score.
+# subtracts the maximum, and this costs a multiplication per score.
 #
-# Since the scale is positive, the maximum may be taken before scaling. Let :math:`x` be a dot
-# product, :math:`c` the scale times :math:`\log_2 e` (``scale_log2``), and :math:`m = c \max x`. A
-# weight is then :math:`2^{c x - m}`, and its exponent takes a single instruction, a fused
-# multiply-add:
+# Because the scale is positive, the maximum may be taken first. Let :math:`x` be a dot product,
+# :math:`c` the scale times :math:`\log_2 e` (``scale_log2``), and :math:`m = c \max x`. A weight is
+# then :math:`2^{c x - m}`, and its exponent takes one instruction, a fused multiply-add:
 #
 # .. code-block:: python
 #
@@ -1676,12 +1711,13 @@ lab.measure(
 # Rung 6: heavy tiles first
 # -------------------------
 #
-# Why are SMs idle at the end? In causal attention, the last queries see the most keys. If their
-# programs start last, a few heavy ones keep running while the rest of the GPU is idle.
+# Why are SMs idle at the end? In causal attention, the last queries see the most keys, so their
+# tiles are *heavy*. If these start last, a few programs keep running while the rest of the GPU is
+# idle.
 
 # %% An animation
-# Here the programs of two heads run on three SMs, each with slots for two; the heaviest are orange.
-# If the heavy ones start first, across both heads, all are done earlier:
+# Here the programs of two heads run on three SMs with two slots each. The heaviest are orange. If
+# the heavy ones of both heads start first, all are done earlier:
 #
 # .. animation:: light_or_heavy_first
 
@@ -1749,7 +1785,8 @@ for tiles, heads in ((32, 64), (32, 16), (128, 16)):
 # Reading
 lab.read(
     f"In the rungs before, `HEADS_AT_ONCE` was 1. Here it is {promised['at once']}, because the "
-    f"keys and values of {promised['at once']} heads fit into half of the L2 cache."
+    f"keys and values of {promised['at once']} heads fit into half of the L2 cache, and those of "
+    f"{2 * promised['at once']} do not."
 )
 
 # %%
@@ -1758,14 +1795,14 @@ lab.read(
 reversal = promised["reversal"]
 measured(
     "heavy first",
-    "Where programs do not take equally long, start the longest first. "
+    "If programs do not take equally long, start the longest first. "
     if abs(gain("heavy first", "full")) < CHANCE
     else "",
-    "We timed the two new orders, of tiles and of heads, only together"
+    "We timed the new orders of tiles and of heads only together."
     + (
-        "; in a simulation, the reversal alone gains nothing."
+        " In a simulation, reversing the tiles alone gains nothing."
         if abs(reversal) < 0.01
-        else "."
+        else ""
     ),
     both=True,
 )
@@ -1775,15 +1812,18 @@ measured(
 # Folded: The simulation of all programs on an H200
 occupied = lab.table(
     simulated,
-    "Share of the slots at work, causal. 132 SMs have two slots each; a free slot takes the next "
-    "program, whose time is its number of tiles of keys. The ladder measures the first row",
+    "Simulated share of the slots at work, causal",
+)
+how_simulated = lab.read(
+    "In the simulation, 132 SMs have two slots each. A free slot takes the next program, whose "
+    "time is its number of tiles of keys. The first row is the input of the ladder."
 )
 other_orders = lab.read(
     (
-        "In the simulation, the reversal alone, head by head, gains nothing, because the heavy "
-        "tiles of the last head still start late"
+        "There, reversing the tiles alone, head by head, gains nothing, because the heavy tiles of "
+        "the last head still start late"
         if abs(reversal) < 0.01
-        else f"In the simulation, the reversal alone, head by head, gains {100 * reversal:.0f} %"
+        else f"There, reversing the tiles alone, head by head, gains {100 * reversal:.0f} %"
     )
     + (
         f". All {promised['heads']} heads at once would gain a little more."
@@ -1798,16 +1838,17 @@ alone_in_full, both_in_full = (
 why_less = lab.read(
     f"For this rung the simulation promises a gain of {100 * promised['rung']:.0f} %"
     + (
-        f", more than the GPU delivers. In the simulation, a program is no faster when the other "
-        f"slot of its SM is empty. On the GPU it probably is: without a mask, one program per SM, "
-        f"though with three stages, reaches {100 * alone_in_full:.0f} % of a matmul and two reach "
-        f"{100 * both_in_full:.0f} %, so an empty slot costs less than half of an SM."
+        f", more than the {100 * gain('heavy first', 'causal'):.0f} % that we measure. Perhaps "
+        f"this is because a simulated program is no faster when the other slot of its SM is empty. "
+        f"On the GPU it probably is: without a mask, one program per SM, though with three stages, "
+        f"reaches {100 * alone_in_full:.0f} % of a matmul, more than half of the "
+        f"{100 * both_in_full:.0f} % of two."
         if gain("heavy first", "causal") < promised["rung"]
         and alone_in_full > both_in_full / 2
         else "."
     )
 )
-lab.together(occupied, why_less, other_orders)
+lab.together(occupied, how_simulated, other_orders, why_less)
 
 # %%
 # Each change taken back
@@ -1821,9 +1862,9 @@ raised = {
 }
 lab.read(
     f"The last rung, the **finished kernel**, is {100 * raised['causal']:.0f} % faster than the "
-    f"start ({100 * raised['full']:.0f} % without a mask). Does it need all six changes? The gains "
-    f"on the ladder cannot tell, because each depends on the rungs before it. So we take each "
-    f"change back by itself:"
+    f"start ({100 * raised['full']:.0f} % without a mask). Does it need all six changes? The "
+    f"ladder cannot tell, because each gain depends on the rungs before it. So we take each change "
+    f"back by itself:"
 )
 
 # %%
@@ -1847,9 +1888,15 @@ for name in list(LADDER)[1:]:
     rows.append(row)
 if steps.provenance is None or not made:
     rows = []
+up = gain(last, "causal")
 lab.table(
     rows,
-    "Each change, made and taken back (causal)",
+    "Each change, made and taken back (causal)"
+    + (
+        f"; a gain of {100 * up:.0f} %, taken back, is a loss of {100 * up / (1 + up):.0f} %"
+        if up > CHANCE
+        else ""
+    ),
 )
 
 # %%
@@ -1887,23 +1934,17 @@ def do(found, one, several):
 # %%
 
 # Reading
-up = gain(last, "causal")
 lab.read(
-    (
-        f"A gain of {100 * up:.0f} %, taken back, is a loss of {100 * up / (1 + up):.0f} %. "
-        if up > CHANCE
-        else ""
-    )
-    + f"The finished kernel loses most without “{most}”"
+    f"**The finished kernel loses most without “{most}”**"
     + (
         ", which gained nothing when made. "
         if most == alone and gain(alone, "causal") < CHANCE
         else ". "
     )
     + (
-        f"With one program per SM it is {-100 * never_back:.0f} % slower than the start: together, "
-        f"the other five changes pay off only with a second program."
-        if never_back < -CHANCE and losing
+        f"It is then {-100 * never_back:.0f} % slower than the start. So together, the other five "
+        f"changes pay only with a second program."
+        if most == alone and never_back < -CHANCE and losing
         else f"With one program per SM, the other changes together alter the speed of the start by "
         f"{100 * never_back:+.0f} %."
     )
@@ -1920,23 +1961,21 @@ grown = all(
     for name in ("descriptors", "one iteration ahead")
 )
 lab.read(
-    "The second program makes registers scarce, and rungs 2 and 3 save them"
+    "**Rungs 2 and 3 are worth far more than they gained.** The second program makes registers "
+    "scarce, and these two save them"
     + (
-        ": without either, the spills or the waits are back. "
+        ": without rung 2, values spill again, and without rung 3, the waits are back. "
         if reason == scarce and spilled > 0
         else ". "
     )
-    + (
-        "Each costs more than twice as much when taken back as it gained when made, so judge a "
-        "change that saves registers at the end."
-        if grown
-        else ""
-    )
+    + "So judge a change that saves registers at the end."
+    if grown
+    else "The second program makes registers scarce, and rungs 2 and 3 save them."
 )
 
 # %%
 
-# Folded: What is lost without rungs 2 and 3, the ladder with one program, and the halves of rung 1
+# Folded: Rungs 2 and 3 taken back, the ladder with one program, and the halves of rung 1
 one_and_two = lab.table(
     [
         {
@@ -1948,16 +1987,15 @@ one_and_two = lab.table(
     ]
     if steps.rows
     else [],
-    "The ladder with one program per SM (three stages, no register limit) and with two: percent of "
-    "a matmul, causal",
+    "The ladder with one program per SM (three stages, no register limit) and with two, causal",
 )
 why = lab.read(
-    "We do not know why rung 2 loses speed here. "
+    "With one program, rung 2 loses speed, and we do not know why. "
     + (
         "Rung 3 loses the most: even without the register limit, it waits after each instruction. "
-        "Rung 4 removes those waits, yet the kernel stays slower than rung 2, probably because in "
-        "the new order a program waits for `p v` before it hands over the next `q kᵀ`, whereas in "
-        "the old order it waited for both at once."
+        "Rung 4 removes those waits, yet stays slower than rung 2. The new order may be the "
+        "reason: a program now waits for `p v` before it hands over the next `q kᵀ`, and no other "
+        "program uses the tensor cores meanwhile."
         if min(alone_up, key=alone_up.get) == "rung 3"
         else ""
     )
@@ -1986,10 +2024,18 @@ halves = lab.table(
             "none": "without two programs",
         }
     ),
-    "The finished kernel, causal, with both halves of rung 1, one, or none. With two stages alone, "
-    "the compiler keeps to the limit by itself, or nearly so",
+    "The finished kernel, causal, with both halves of rung 1, one, or none",
 )
-lab.together(scarcity, one_and_two, why, halves)
+by_itself = lab.read(
+    f"Without the limit, the finished kernel uses "
+    f"{compiled_to('without register limit', 'registers')} registers"
+    + (
+        ", so two programs fit all the same."
+        if compiled_to("without register limit", "registers") <= 128
+        else "."
+    )
+)
+lab.together(scarcity, one_and_two, why, halves, by_itself)
 
 # %%
 # What the exponentials still cost
@@ -1997,7 +2043,7 @@ lab.together(scarcity, one_and_two, why, halves)
 #
 # Even the finished kernel is slower than a matmul. Do its exponentials still hold it back? To find
 # out, we delete them from the TTGIR and count the cycles of a run without a mask. The results are
-# then wrong, but the kernel still does everything else.
+# then wrong, but the kernel does everything else.
 
 
 # Measuring
@@ -2145,29 +2191,15 @@ second_saves = 100 * (1 - two_without / one_without)  # where there are no expon
 
 # Reading
 lab.read(
-    (
-        "They do not: without them, the finished kernel takes no fewer cycles"
-        + (
-            f" (in fact {-100 * saved('finished') / of_two_programs:.0f} % more; why is open). "
-            if saved("finished") < -20
-            else ", to within a few percent. "
-        )
-        if hidden["finished"] > 97
-        else f"They do: without them, the finished kernel takes {saved('finished'):,.0f} "
-        f"thousand fewer cycles, and {hidden['finished']:.0f} % of their time is hidden. "
-    )
+    "They do not: without them, the finished kernel takes no fewer cycles"
     + (
-        f"The second program hides them: with one program per SM, they cost {their_share:.0f} % of "
-        f"the cycles"
-        + (
-            f". Nor is that all it does: even without exponentials, it saves "
-            f"{second_saves:.0f} %:"
-            if second_saves > 5
-            else ":"
-        )
-        if hidden["finished"] > hidden["finished, one program"] + 10
-        else f"With one program per SM, they cost {their_share:.0f} % of the cycles:"
+        f". It takes {-100 * saved('finished') / of_two_programs:.0f} % more, and why is open:"
+        if saved("finished") < -20
+        else ", to within a few percent:"
     )
+    if hidden["finished"] > 97
+    else f"They do: without them, the finished kernel takes {saved('finished'):,.0f} thousand "
+    f"fewer cycles, and {hidden['finished']:.0f} % of their time is hidden:"
 )
 
 # %%
@@ -2231,40 +2263,47 @@ lab.draw(
 # %%
 
 # Reading
-slower_clock = clocks.get("matmul", nan) < clocks.get("finished", nan)
-two_thirds = (
-    abs(at_work("finished") - bound_of_turns(128)) < 3 and hidden["finished"] > 80
-)
 lab.read(
     (
-        "So a cheaper exponential would hardly help here"
-        + (
-            ", although one multiplication fewer, in rung 5, did; why is open. "
-            if gain("scale folded", "full") > CHANCE
-            else ". "
-        )
-        + "Still, the tensor cores work "
-        if hidden["finished"] > 97
-        else "Yet the tensor cores work "
+        "**The second program hides them.** With one program per SM, they cost "
+        if hidden["finished"] > hidden["finished, one program"] + 10
+        else "With one program per SM, they cost "
     )
-    + f"in only {at_work('finished'):.0f} % of the finished kernel's cycles"
+    + f"{their_share:.0f} % of the cycles. "
     + (
-        " (that this is also the bound for warps in step is a coincidence)"
-        if two_thirds
-        else ""
-    )
-    + f", against {at_work('matmul'):.0f} % in a cuBLAS matmul, and what fills the rest is open."
-    + (
-        f" In time, it is closer to cuBLAS, at {of_matmul(last, 'full')} of its speed, because "
-        f"cuBLAS ran at a lower clock."
-        if slower_clock
+        f"And it does more: even where there are no exponentials, it saves {second_saves:.0f} %."
+        if second_saves > 5
         else ""
     )
 )
 
 # %%
 
-# Folded: The start, the clocks and all counts, what is open, and how we deleted and counted
+# Reading
+slower_clock = clocks.get("matmul", nan) < clocks.get("finished", nan)
+two_thirds = (
+    abs(at_work("finished") - bound_of_turns(128)) < 3 and hidden["finished"] > 97
+)
+lab.read(
+    f"**The tensor cores work in {at_work('finished'):.0f} % of the cycles**, and in "
+    f"{at_work('matmul'):.0f} % of those of a cuBLAS matmul. What fills the rest is open. "
+    + (
+        f"{bound_of_turns(128):.0f} % is also the bound for warps in step, but the exponentials "
+        f"are not the reason, because deleting them saves nothing. "
+        if two_thirds
+        else ""
+    )
+    + (
+        "So a cheaper exponential would hardly help here, but one multiplication fewer did, in "
+        "rung 5."
+        if hidden["finished"] > 97 and gain("scale folded", "full") > CHANCE
+        else ""
+    )
+)
+
+# %%
+
+# Folded: All counts and clocks, and how we counted
 count_table = lab.table(
     [
         {
@@ -2277,8 +2316,13 @@ count_table = lab.table(
         for name, words in COUNTED.items()
         if name in counted
     ],
-    "Cycles of an SM, in thousands; length 4,096, no mask."
-    + (f" The exponentials alone need at least {needs:.0f}" if needs == needs else ""),
+    "Cycles of an SM, in thousands; length 4,096, no mask",
+)
+in_time = lab.read(
+    f"In time, the finished kernel reaches {of_matmul(last, 'full')} of the speed of cuBLAS, more "
+    f"than in cycles, because cuBLAS ran at a lower clock."
+    if slower_clock
+    else f"In time, the finished kernel reaches {of_matmul(last, 'full')} of the speed of cuBLAS."
 )
 open_questions = lab.read(
     "**What is open.** The rest of the cycles may go to late copies, moments in which both "
@@ -2290,24 +2334,27 @@ open_questions = lab.read(
     )
 )
 more_counts = lab.read(
-    f"The start also runs one program per SM, but its exponentials cost only "
-    f"{saved('start'):,.0f} of the {needs:.0f} thousand cycles that they need, so even the warps "
-    f"of one program are not strictly in step."
+    f"**One program is not quite in step.** The start also runs one program per SM. Its "
+    f"exponentials need {needs:.0f} thousand cycles, but deleting them saves only "
+    f"{saved('start'):,.0f}, so even the warps of one program overlap them in part."
+)
+at_least = lab.read(
+    "**Tensor cores at work.** Matmuls need at least their number of operations divided by 4,096 "
+    "per SM and cycle, and exponentials their number divided by 16. The share is the cycles that "
+    "the matmuls need, divided by those counted."
 )
 counting = lab.read(
-    "We count cycles because a GPU lowers its clock under load. "
-    "Each SM counts its cycles in the register `%clock64`, and `%smid` is the number of the SM. A "
-    "tiny kernel records them before and after each run. We take the median over all SMs, and "
-    "then over 40 runs. The difference includes a few microseconds in which the kernels start. "
-    "Matmuls need at least their number of operations divided by 4,096 "
-    "per SM and cycle, and exponentials their number divided by 16. **Tensor cores at work** is "
-    "the number of cycles that the matmuls need, divided by the number counted. Two functions do "
-    "the work:"
+    "**Counting.** We count cycles because a GPU lowers its clock under load. Each SM counts them "
+    "in the register `%clock64`, and `%smid` is its number. A tiny kernel records both before and "
+    "after each run. We take the median over all SMs, and then over 40 runs. It includes a few "
+    "microseconds in which the kernels start."
 )
 lab.together(
     count_table,
+    in_time,
     open_questions,
     more_counts,
+    at_least,
     counting,
     lab.listing(
         {
@@ -2344,11 +2391,10 @@ def with_roles():
 # Reading
 roles = with_roles()
 lab.read(
-    "Part of this gap closes in Gluon, the language below Triton, where warps can have roles: one "
-    "half computes exponentials while the other half's matmul runs. "
+    "Part of this gap closes in Gluon, the language below Triton, in which warps can have roles. "
     + (
-        f"In a separate run, roles and other changes raise attention without a mask from "
-        f"{100 * roles[0]:.0f} to {100 * roles[1]:.0f} % of a matmul."
+        f"In the chapter on Hopper, roles and other changes raise attention without a mask from "
+        f"{100 * roles[0]:.0f} to {100 * roles[1]:.0f} % of a matmul, in a separate run."
         if roles and roles[1] > roles[0]
         else "The chapter on Hopper measures the speed."
     )
@@ -2358,18 +2404,20 @@ lab.read(
 # The package's kernel and its checks
 # -----------------------------------
 #
-# What does the finished kernel still lack? The package's kernel adds what users need: any head_dim
-# up to 256, windows, grouped heads, strides, and :term:`lse <logsumexp>` for the backward pass.
+# What does the finished kernel still lack? The package's kernel adds any head_dim up to 256,
+# windows, grouped heads, strides, and :term:`lse <logsumexp>` for the backward pass.
 #
 # .. dropdown:: The package's kernel, and what it adds to the last rung
 #
-#    Several query heads may share one head of keys and values. If :math:`g` of them share one,
-#    query head :math:`h` reads head :math:`h / g` of the keys, rounded down, which is
-#    ``head // group`` in the kernel, and nothing is copied. A descriptor accepts any strides, as
-#    long as the last dimension is contiguous and the other strides are multiples of 16 bytes; any
-#    other view is copied first. ``m_i`` is in base 2, so a factor :math:`\ln 2` converts it to a
-#    natural logarithm. ``P_LOG2`` is 0 here; it belongs to :doc:`the chapter on FP8
-#    </chapters/attention_fp8>`.
+#    **Grouped heads.** If :math:`g` query heads share one head of keys and values, query head
+#    :math:`h` reads head :math:`h / g`, rounded down, which is ``head // group`` in the kernel.
+#    Nothing is copied.
+#
+#    **Strides.** A descriptor accepts any strides, as long as the last dimension is contiguous and
+#    the other strides are multiples of 16 bytes. Any other view is copied first.
+#
+#    **lse.** ``m_i`` is in base 2, so a factor :math:`\ln 2` converts it to a natural logarithm.
+#    ``P_LOG2`` is 0 here; it belongs to :doc:`the chapter on FP8 </chapters/attention_fp8>`.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
 #       :pyobject: weigh
@@ -2380,15 +2428,14 @@ lab.read(
 #    .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
 #       :pyobject: attention_fwd_kernel
 #
-#    ``place`` says which tile of which head a program computes. The programs alternate between as
-#    many heads, a power of two, as fit into half of L2 with their keys and values. Without a mask,
-#    they do not alternate.
+#    ``place`` says which tile of which head a program computes. The programs alternate between
+#    heads as in rung 6. Without a mask, they do not alternate.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/tiles.py
 #       :pyobject: place
 #
 # A kernel like this fails first at sizes that no tile divides, such as a length of 127 or head_dim
-# 80. We check many of them against float64, and all checks pass.
+# 80. So we check these against float64:
 
 
 # Measuring
@@ -2483,7 +2530,13 @@ assert all(properties.values())
 
 # %%
 
-# Folded: Every check, by batch, heads, heads of keys, queries, keys and head_dim, and relations
+# Reading
+verdict = re.split("[;\n]", every_check.plain.removeprefix("attention: "))[0].rstrip(".")
+lab.read(f"{verdict[0].upper()}{verdict[1:]}.")
+
+# %%
+
+# Folded: The checks, by batch, heads, heads of keys, queries, keys and head_dim
 relations = lab.table(
     [{"property": name, "holds": holds} for name, holds in properties.items()],
     "Relations that must be true for any input",
@@ -2501,7 +2554,7 @@ lab.together(allowed, every_check, relations)
 #
 # How close does plain Triton come to the best libraries? FlexAttention, *SDPA flash*
 # (FlashAttention-2) and *SDPA cuDNN* (NVIDIA's) come with PyTorch. *FlashAttention* here is version
-# 4; version 3, which must be built from source, is not timed. Every point has 16,384 tokens.
+# 4. Version 3 must be built from source and is not timed. Every point has 16,384 tokens.
 
 # Measuring
 LENGTHS = [1024, 4096, 16384]
@@ -2778,8 +2831,11 @@ outlasts = last_one.get("Kernel Book, µs", nan) > 1.3 * first.get(
     "Kernel Book, µs", nan
 )
 lab.read(
-    f"On small inputs, the host code sets the pace: at length {first.get('length', nan):,}, a call "
-    f"takes {beside_sdpa(first)}."
+    f"On small inputs, the host code sets the pace: a call takes "
+    f"{first.get('Kernel Book, µs', nan):.0f} µs at length {first.get('length', nan):,}, and "
+    f"{second.get('Kernel Book, µs', nan):.0f} at {second.get('length', nan):,}, with "
+    f"{(second.get('length', nan) / first.get('length', nan)) ** 2:.0f} times the work. At length "
+    f"{first.get('length', nan):,}, this is {beside_sdpa(first)}."
 )
 
 # %%
@@ -2787,15 +2843,26 @@ lab.read(
 # Folded: Short lengths, dtypes and small inputs
 short_lengths = lab.read(
     f"**Short lengths** are further from the matmul, because whatever happens once per program, "
-    f"such as loading the queries, carries more weight: two estimates put it at {once[0]:.0f} and "
-    f"{once[1]:.0f} % of our kernel's time at length 1,024 without a mask. They assume that the "
-    f"time of a program is a constant plus a time for each tile of keys. All three lengths have "
-    f"the same number of programs, so the times at any two, with head_dim 128 and no mask, give "
-    f"both parts. From 1,024 and 16,384, the constant equals {own[0]:.1f} tiles of 64 keys; from "
-    f"1,024 and 4,096, it equals {own[1]:.1f}. Since the two differ, the assumption holds only "
-    f"roughly. For {best}, the fastest library at 1,024, they are {beside[0]:.1f} and "
-    f"{beside[1]:.1f}. With a causal mask, the kernel also discards half of each tile on the "
-    f"diagonal, which at length 1,024 is an eighth more work."
+    f"such as loading the queries, carries more weight: {min(once):.0f} to {max(once):.0f} % of "
+    f"our kernel's time at length 1,024 without a mask. With a causal mask, the kernel also "
+    f"discards half of each tile on the diagonal, which at length 1,024 is an eighth more work."
+)
+estimates = lab.table(
+    [
+        {
+            "kernel": name,
+            "from 1,024 and 4,096": f"{constants[1]:.1f}",
+            "from 1,024 and 16,384": f"{constants[0]:.1f}",
+        }
+        for name, constants in (("Kernel Book", own), (best, beside))
+        if speed.rows
+    ],
+    "What happens once per program, in tiles of 64 keys; head_dim 128, no mask",
+)
+how_estimated = lab.read(
+    f"These estimates take the time of a program for a constant plus a time per tile of keys. All "
+    f"lengths have the same number of programs, so the times at two of them give both parts. Since "
+    f"the columns differ, this holds only roughly. {best} is the fastest library at 1,024."
 )
 per_call = lab.read(
     "**Time per call** is for one sequence with 16 heads and no mask. SDPA chooses its own "
@@ -2808,7 +2875,7 @@ per_call = lab.read(
         else ""
     )
 )
-lab.together(short_lengths, facts, per_call, small)
+lab.together(short_lengths, estimates, how_estimated, per_call, small, facts)
 
 # %%
 # What breaks it
@@ -2816,8 +2883,7 @@ lab.together(short_lengths, facts, per_call, small)
 #
 # **A descriptor that flattens the heads.** What if a descriptor presents all heads as one matrix of
 # (heads · length) rows? The copy engine then does not know where a head ends. Take two heads of 20
-# rows and tiles of 16, and let the program for the last tile of the *first* head multiply it by
-# ten:
+# rows, and tiles of 16. The program for the last tile of the *first* head multiplies it by ten:
 #
 # .. code-block:: python
 #
@@ -2863,8 +2929,8 @@ lab.table(rows, "Rows that the program of head 0 wrote")
 
 # %%
 # The 12 rows belong to another head. In attention, the program would write wrong numbers there, and
-# that head's own program the right ones: whichever finishes last wins. Only lengths that are no
-# multiple of the tile show this, so test those.
+# that head's own program the right ones: whichever finishes last wins. Only lengths that no tile
+# divides show this, so test those.
 
 
 # Measuring
@@ -2893,9 +2959,9 @@ refused = lab.measure("128 queries and 128 keys in a tile, 5 stages", greedy)
 
 # Folded: Reading past the end of a head, and too much shared memory
 past_the_end = lab.read(
-    f"**Reading** past the end of a head is not harmless either, although the weights there are "
-    f"zero. With 20 values of 0, and 12 infinite ones from the next head at weight zero, the sum "
-    f"is {str(found).replace('nan', 'NaN')}, because zero times infinity is."
+    f"**Reading** past the end of a head does harm too, although the weights there are zero. If "
+    f"the 12 values that belong to the next head are infinite, the weighted sum is "
+    f"{str(found).replace('nan', 'NaN')}, because zero times infinity is."
 )
 said = " ".join(row["what the launch says"] for row in refused.rows) or f"{nan}"
 sizes = re.search(r"Required: (\d+), Hardware limit: (\d+)", said)
@@ -2913,10 +2979,10 @@ lab.together(past_the_end, too_much)
 # In short
 # --------
 #
-# A second program on an SM can use the tensor cores while the first computes exponentials or waits.
-# It pays off in full only if no values spill and each program waits once per ``tl.dot``. So count
-# the waits in the machine code, and ask the assembler for its reason. At the end, take each change
-# back, because its worth depends on the others.
+# - **A second program** on an SM uses the tensor cores while the first computes exponentials or
+#   waits. It pays in full only if no values spill and each program waits once per ``tl.dot``.
+# - **Count the waits** in the machine code, and ask the assembler for its reason.
+# - **Take each change back** at the end, because its worth depends on the others.
 #
 # :doc:`/chapters/attention_hopper` gives warps roles, :doc:`/chapters/attention_backward` computes
 # the gradient, and :doc:`/chapters/attention_in_models` handles a single query.

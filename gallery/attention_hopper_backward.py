@@ -8,12 +8,12 @@ it take to compute each weight once, and can the gradients still be the same bit
 
 You will learn
 
-- how programs add to the same sums in a fixed order, and why none of them waits for ever;
+- how programs add to the same sums in a fixed order, and why none of them waits forever;
 - why the additions get their own :term:`warp`;
 - how much of the promised speedup one sweep delivers, and where the cycles of a step go.
 
-In the bars, “two sweeps” is plain Triton; “one sweep with roles” and “Kernel Book” are the first
-and the last step of this chapter, written in :term:`Gluon` for Hopper GPUs (H100, H200). Read
+In the bars above, “two sweeps” is plain Triton. “One sweep with roles” and “Kernel Book” are the
+first and the last step of this chapter, written in :term:`Gluon` for Hopper GPUs (H100, H200). Read
 :doc:`/chapters/warps_with_roles` first, for rings and barriers.
 """
 
@@ -78,10 +78,11 @@ lab.start(
 #
 # **The price is a shared sum.** A program owns a tile of keys and keeps their :math:`dK` and
 # :math:`dV`. But it visits all queries, and to each query's :math:`dQ` it contributes only one
-# term, its *part*. All programs add their parts to sums in memory, and the order of the additions
-# decides the last bits, just as ``(0.1 + 0.2) + 0.3`` is not ``0.1 + (0.2 + 0.3)`` in Python. For
-# the same bits in every run, our programs take turns. Here three of them add to the tiles of
-# queries C, B and A:
+# term, its *part*. All programs therefore add their parts to sums in memory.
+#
+# **The order of the additions decides the last bits,** just as ``(0.1 + 0.2) + 0.3`` is not
+# ``0.1 + (0.2 + 0.3)`` in Python. For the same bits in every run, our programs take turns. Here
+# three of them add to the tiles of queries C, B and A:
 
 # Drawing
 assert (0.1 + 0.2) + 0.3 != 0.1 + (0.2 + 0.3)
@@ -120,26 +121,28 @@ def turns(axes):
 
 lab.sketch(
     "Each tile of queries goes from program to program",
-    "A staircase of three rows. Program 0 adds to the tiles C, B and A, one after the other. "
-    "Program 1 adds to each of them one step after program 0, and program 2 one step after "
-    "program 1. Arrows lead from each tile to the same tile of the next program.",
+    "A staircase. Program 0 adds to the tiles C, B and A in turn. Program 1 adds to each of them "
+    "one step later, and program 2 one step after that.",
     turns,
     height=2.2,
 )
 
 # %%
 # In every run, each tile of queries receives the part of program 0 first and that of program 2
-# last, yet all programs work at the same time. They begin with C, the *last* tile of queries,
-# because under a causal mask every program visits the last queries, but not the first.
+# last, yet all programs work at the same time.
+#
+# They begin with C, the *last* tile of queries, because under a causal mask every program visits
+# the last queries, but not the first.
 #
 # How a program waits for its turn
 # --------------------------------
 #
 # A small kernel in plain Triton, for one head without a mask, shows how a program learns that its
-# turn has come. Each program owns 64 keys, and in step ``i`` it loads a tile of 64 queries. The
-# forward pass has left ``lse``, the :term:`logsumexp` of each query's scores; ``delta`` holds the
-# row sums of ``dO`` times ``O``. Each row of ``s`` belongs to a key and each column to a query;
-# ``dk`` is multiplied by the scale after the loop:
+# turn has come. Each program owns 64 keys, and in step ``i`` it loads a tile of 64 queries.
+#
+# The forward pass has left ``lse``, the :term:`logsumexp` of each query's scores, and ``delta``
+# holds the row sums of ``dO`` times ``O``. Each row of ``s`` belongs to a key, and each column to a
+# query. The scale of ``dk`` follows after the loop:
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
 #    :pyobject: sweep_in_turn_kernel
@@ -271,8 +274,8 @@ lab.together(
 )
 
 # %%
-# Why no program waits for ever
-# -----------------------------
+# Why no program waits forever
+# ----------------------------
 #
 # A waiting program keeps its :term:`SM <SM>`, so all SMs could fill up with programs that wait for
 # one that has not started. One assumption rules this out: **programs start in the order of their
@@ -284,14 +287,15 @@ lab.together(
 #    predecessor, if it has one, has also started, so it must have finished. Nothing holds our
 #    program up: it finishes, and the argument applies to the next.
 #
-# The launch therefore ends. No manual promises the assumption: on a GPU that started programs in
-# another order, a launch could hang, but never give other bits, because no program adds before its
-# turn. The package relies on the assumption, and every launch checked or timed below has ended.
-# Programs that drew their ids from an atomic counter would not need it; we have not timed them.
+# The launch therefore ends.
+#
+# **No manual promises the assumption,** yet the package relies on it, and every launch checked or
+# timed below has ended. On a GPU that started programs in another order, a launch could hang, but
+# never give other bits, because no program adds before its turn. Programs that drew their ids from
+# an atomic counter would not need the assumption; we have not timed them.
 #
 # **The direction matters.** If ids *descend* with the keys, and a head has more tiles than the GPU
-# has SMs, the running programs wait for one that cannot start. The simulation of the next section
-# then stands still:
+# has SMs, the running programs wait for one that cannot start. A simulation then stands still:
 
 # %%
 
@@ -341,8 +345,8 @@ assert not simulate(**machine_and_heads, backwards=True)  # ids descend: it stan
 #
 # The cost of the waits depends on which programs run together, so we simulate four heads of eight
 # tiles of keys on eight SMs. In each tick a program does one step if its predecessor has done it.
-# Each row is an SM, each colour a head, and grey means waiting. *Full* attention has no mask; under
-# a causal mask, later keys have fewer steps.
+# *Full* attention has no mask; under a causal mask, later keys have fewer steps. Each row is an SM,
+# each colour a head, and grey means waiting:
 
 # %%
 
@@ -394,11 +398,9 @@ def schedules(axes):
 
 lab.sketch(
     "Four heads of eight tiles of keys on eight SMs",
-    "Three schedules, one above the other. Each row is an SM, each colour a head, and grey is "
-    "waiting. In full attention each SM but the first waits once, at the beginning. With a causal "
-    "mask all programs of a head end together, and those of the next head wait again, each a step "
-    "longer than the one before. With two tiles of each of the four heads at once there is less "
-    "grey, and all work ends in fewer ticks. There the first SM runs tiles 0, 2, 4, 6 of head 0.",
+    "Three schedules. In full attention each SM but the first waits once, at the beginning. With a "
+    "causal mask the SMs wait again for every head, each a step longer than the one before. With "
+    "two tiles of each head at once there is little waiting.",
     schedules,
     height=5.6,
 )
@@ -418,18 +420,17 @@ lab.read(
 # **Under a causal mask every head pays again:** all its programs end together, so those of the next
 # start together and wait anew.
 #
-# **Running two tiles of each head at once wins most of that time back** (lowest panel). Only two
-# programs of a head then start together, so the second waits one tick, whereas the last of eight
-# waits seven. Within a head ids still ascend, as the proof demands.
+# **Running two tiles of each head at once wins most of that time back,** as the lowest panel shows.
+# Only two programs of a head then start together, so the second waits one tick, whereas the last of
+# eight waits seven. Within a head ids still ascend, as the proof demands.
 
 # %%
 # Why one warp only waits and adds
 # --------------------------------
 #
-# *Without* an order, no program waits for another: each asks the copy engine to add its part, and
-# goes on. In a *fixed* order a program waits twice: for its turn, and then until the sums are in
-# memory, since only then may its counter say so. Meanwhile, all warps of the small kernel stand
-# still.
+# *Without* an order, a program asks the :term:`copy engine <TMA>` to add its part, and goes on. In
+# a *fixed* order it waits twice: for its turn, and then until the sums are in memory, because only
+# then may its counter say so. In the small kernel, all warps stand still meanwhile.
 
 # Measuring
 held = {  # rows, columns, bytes of a number, where
@@ -536,12 +537,10 @@ def machine(axes):
 
 lab.sketch(
     "Three roles, and below them shared memory, copy engine and memory",
-    "Boxes. A loader of one warp asks the copy engine to load Q and dO from memory into rings in "
-    "shared memory. Two consumers of four warps each wait until a slot is full, tell the loader "
-    "when it is empty, hand dS to each other through shared memory, and write the part of dQ "
-    "there. They tell an adder of one warp that it is full, and the adder tells them when it is "
-    "empty. The adder asks the copy engine to add the part to the sums of dQ in memory, reads from "
-    "one counter whether it is its turn, and writes to another what is done.",
+    "A loader of one warp has the copy engine load Q and dO into rings in shared memory. Two "
+    "consumers of four warps each read the rings, exchange dS, and write the part of dQ to shared "
+    "memory. An adder of one warp has the copy engine add the part to the sums, reads from one "
+    "counter whether it is its turn, and writes to another what is done.",
     machine,
     height=4.4,
 )
@@ -567,21 +566,20 @@ lab.together(
 # 8), for the other consumer (5) and for the adder (7):
 #
 # .. image:: /figures/attention-backward-step.svg
-#    :alt: One step of consumer 0, and its eight waits. Four lanes, in which time runs down: adder,
-#          loader and consumer 1, consumer 0, its matmuls. Consumer 0 waits for Q and lse of the
-#          loader (1) and issues S, waits for dO and delta (2) and issues dP, waits for S (3) and
-#          makes P while dP runs, waits for dP (4) and makes dS, issues dV and stores dS, meets
-#          consumer 1 (5) while dV runs, issues the part and dK, waits for the part and dV (6) and
-#          frees the slot of dO, waits until the copy engine has read the buffer (7), stores its
-#          part for the adder while dK runs, waits for dK (8), and frees the slot of Q. The adder
-#          adds the part of the previous step until after wait 7, and then waits for its turn.
+#    :alt: One step of consumer 0, and its eight waits. It waits for Q (1) and issues S, for dO (2)
+#          and issues dP, for S (3) and makes P, for dP (4) and makes dS. It issues dV, stores dS,
+#          meets consumer 1 (5), and issues the part and dK. It waits for the part and dV (6), then
+#          for the buffer (7), and stores its part while dK runs. At last it waits for dK (8).
 #
-# **Of all that a step computes, only dS must go to shared memory as an operand.** A Hopper matmul
+# **Of the operands that a step computes, only dS passes through shared memory.** A Hopper matmul
 # reads its *right* operand from shared memory, and its *left* one from shared memory or registers.
-# We therefore compute the *transposed* scores :math:`K Q^\top`, and :math:`V dO^\top`, so that
-# :math:`P^\top` and :math:`dS^\top` are left operands in the registers where they were computed.
-# But the part of :math:`dQ` needs :math:`dS` on the left, and a matmul can transpose only what it
-# reads from shared memory. The code below is that of the fast kernel, for head_dim 128.
+# We compute the *transposed* scores :math:`K Q^\top`, and :math:`V dO^\top`, because then
+# :math:`P^\top` and :math:`dS^\top` are left operands, in the registers where they were computed.
+#
+# The exception is the part of :math:`dQ`. It needs :math:`dS` on the left, and a matmul can
+# transpose only what it reads from shared memory.
+#
+# The code below is that of the fast kernel, for head_dim 128.
 #
 # **Waits 1 to 3: make P while dP runs.** In step ``i``, a consumer combines the queries ``q`` and
 # their gradients ``do`` with its own 64 keys ``k`` and values ``v``. Rows again belong to keys:
@@ -636,7 +634,7 @@ lab.together(
 #
 # **Wait 6: compute the part of dQ.** If each consumer computed the part of its own 64 keys, every
 # step would have two parts to add. Instead, each computes half of the columns, for the keys of
-# both. Below, ``half`` is the consumer whose *keys* and dS are read.
+# both. In the picture and the code, ``half`` is the consumer whose *keys* and dS are read:
 
 
 # Drawing
@@ -670,10 +668,8 @@ def halves_of_the_part(axes):
 
 lab.sketch(
     "Wait 6: the colour shows which consumer computes",
-    "Three matrices. dS has 64 queries and 128 keys, of which each consumer wrote 64. K has 128 "
-    "keys and 128 columns, in two by two blocks: half names the rows, and each consumer reads the "
-    "two blocks of its own columns. Their product is the part of dQ, of which consumer 0 computes "
-    "the left columns, and consumer 1 the right ones.",
+    "dS times K is the part of dQ. Each consumer reads all of dS, and of K only the columns that "
+    "it computes of the part, consumer 0 the left and consumer 1 the right ones.",
     halves_of_the_part,
     height=2.4,
 )
@@ -714,8 +710,8 @@ lab.sketch(
 # How the adder keeps the order
 # -----------------------------
 #
-# The proof still holds with roles, because only the *adder* waits for another program. Every wait
-# inside a program is for something earlier in the step, or in a previous step, so these waits end.
+# The proof still holds with roles, because only the *adder* waits for another program. Every other
+# wait is for something earlier in the same program, so it ends.
 #
 # **The adder reports twice.** The consumers can have their buffer back as soon as the copy engine
 # has *read* the part, but the next program has to wait until the engine has *completed* the
@@ -763,11 +759,10 @@ def one_addition(axes):
 
 lab.sketch(
     "One addition: what the adder reports, and when",
-    "Time runs to the right. The counter of the previous program tells the adder that it is its "
-    "turn. The consumers report that the part is full, and the adder asks the copy engine to add "
-    "it. When the engine has read the part, the adder tells the consumers that it is empty. When "
-    "the engine has completed the addition to the sums, which is later, the adder announces it to "
-    "the next program through the counter.",
+    "The previous program's counter tells the adder that it is its turn. The consumers report that "
+    "the part is full, and the adder asks the copy engine to add it. When the engine has read the "
+    "part, the adder gives the buffer back. When the addition is complete, which is later, it "
+    "tells the next program through its own counter.",
     one_addition,
     height=2.9,
 )
@@ -792,10 +787,10 @@ lab.sketch(
 #
 # ``tma.store_wait(0)`` waits until the engine has *read* both halves. ``announce`` waits until it
 # has *completed* the additions, and then writes the counter. This takes four instructions of PTX,
-# because Triton's atomics order only what threads store.
+# because Triton's atomics order what threads store, but not what the copy engine adds.
 #
-# The sums are kept in float32 and without the scale. After the sweep, a small kernel multiplies
-# them by the scale and writes :math:`dQ` in 16 bits; all bars include its time.
+# The sums are in float32 and without the scale. After the sweep, a small kernel multiplies them by
+# the scale and writes :math:`dQ` in 16 bits; all bars include its time.
 #
 # .. dropdown:: The four instructions, and those of the reader
 #
@@ -1295,7 +1290,7 @@ def worst_of_each():
 # ------------------------------
 #
 # On Hopper, in 16 bits, this kernel is the backward pass of ``attention(q, k, v)`` for most shapes.
-# We checked the package's version of it.
+# The checks ran the package's version of it.
 
 # Measuring
 dtype = torch.float16 if runtime.INTERPRETED else torch.bfloat16
@@ -1485,8 +1480,11 @@ lab.together(
         '`backend="triton"` asks for two sweeps; `backend="gluon"` insists on Gluon, and raises an '
         "error where that cannot run. Plain Triton's single sweep runs only with "
         '`deterministic=False` together with `backend="triton"`, because it is slower than two '
-        "sweeps. The kernel is in `src/kernelbook/ops/hopper/backward.py`. It was run under "
-        "Triton 3.6 and 3.9; under 3.7 and 3.8 it compiles but was not run."
+        "sweeps."
+    ),
+    lab.read(
+        "The kernel is in `src/kernelbook/ops/hopper/backward.py`. It was run under Triton 3.6 and "
+        "3.9; under 3.7 and 3.8 it compiles but was not run."
     ),
     lab.check(
         "The public call",
@@ -1504,14 +1502,19 @@ lab.together(
     again,
     soaked,
     lab.read(
-        "One input was launched again and again, with and without a mask, and every launch was "
-        "compared with the first, while other work made programs start at different times. All "
-        f"{ended:,.0f} launches of random shapes in a fixed order ended; every tenth was compared "
-        "with plain Triton, and all agreed. The gradients were compared with float64 in bfloat16, "
-        "in a fixed order and without one. "
-        "NVIDIA's compute-sanitizer found no access out of bounds in these kernels, but its search "
-        "for races cannot judge warps with roles: it missed a race between two roles that we had "
-        "planted, and reported a race where an mbarrier orders the exchange."
+        "**The same bits.** One input was launched again and again, with and without a mask, and "
+        "every launch was compared with the first. Other work ran beside it, so that programs "
+        "would start at different times."
+    ),
+    lab.read(
+        f"**Every launch ended.** All {ended:,.0f} launches of random shapes in a fixed order "
+        "ended. Every tenth was compared with plain Triton, and all agreed."
+    ),
+    lab.read(
+        "**Races.** In runs that no record holds, NVIDIA's compute-sanitizer found no access out "
+        "of bounds in these kernels. Its search for races cannot judge warps with roles: it missed "
+        "a race between two roles that we had planted, and reported one where an mbarrier orders "
+        "the exchange."
     ),
 )
 
@@ -1520,10 +1523,12 @@ lab.together(
 # -------------------------
 #
 # The *ladder* begins with “one sweep with roles”, in which the consumers themselves ask for the
-# additions, and each *rung* adds one change to the rung above. The top two kernels are for
-# comparison; :doc:`/chapters/attention_backward` explains them, and why one sweep loses there. Two
-# sweeps, too, are credited with only five matmuls, so a longer bar always means a shorter time.
-# Next to each bar is its gain over the rung above; ±0 is less than 2 %.
+# additions. Each *rung* but the last adds one change to the rung above, and next to its bar is the
+# gain; ±0 is less than 2 %.
+#
+# The top two kernels are for comparison; :doc:`/chapters/attention_backward` explains them, and why
+# one sweep loses there. Two sweeps, too, are credited with only five matmuls, so a longer bar
+# always means a shorter time.
 
 # Measuring
 SCATTER = 0.02  # of one kernel that the page times twice: the section on speed has it
@@ -1555,7 +1560,7 @@ def told(name, than=None):
         verdict(gain(name, mask, than or before(name))) for mask in ("causal", "full")
     )
     if causal == full:
-        return f"{full} with and without a mask"
+        return f"{full}, with or without a mask"
     if causal.startswith("is "):
         full = full.removeprefix("is ")
     return f"{causal} under a causal mask and {full} in full attention"
@@ -1819,9 +1824,17 @@ most = all(
 )
 lab.read(
     "**“Half the columns” "
-    + ("brings the largest gain" if most else told("half the columns"))
-    + ":** each step produces one part instead of two, halving the bytes to be added, "
-    "although the consumers must now meet to exchange dS."
+    + ("brings the largest gain.**" if most else f"{told('half the columns')}.**")
+    + " Each step produces one part instead of two, so half as many bytes are added, although the "
+    "consumers must now meet to exchange dS."
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"**“An adder” {told('an adder')}.** It is there for the next rung, where it waits for turns "
+    "in place of the consumers."
 )
 
 # %%
@@ -1844,8 +1857,8 @@ on_the_rung = (
     "an order run tiles of about as many. "
 )
 lab.read(
-    "**On the ladder, the order costs time only under a causal mask, and “heads apart” wins that "
-    "time back** by running tiles of many heads at once: it is as fast as “an adder”, which has no "
+    "**On the ladder, the order costs time only under a causal mask.** “Heads apart” wins that "
+    "time back by running tiles of many heads at once, and is as fast as “an adder”, which has no "
     "order."
     if as_simulated and min(cost) >= -SCATTER
     else "Compared with “an adder”, “a fixed order” "
@@ -1857,8 +1870,8 @@ lab.read(
 
 # %%
 # **The last rung saves the zeroing of the sums,** because in a fixed order the first program of a
-# head can store its parts rather than add them. It also takes any length; the two changes were not
-# timed separately.
+# head can store its parts rather than add them. It also takes any length, and the two changes were
+# not timed separately.
 
 # %%
 
@@ -1953,11 +1966,11 @@ lab.together(
     ),
     lab.read(
         "**The simulation** of this run has its 64 heads, of which 4 alternate, and 132 SMs, but "
-        "no adder: a simulated program does nothing while it waits. "
+        "no adder, so a simulated program does nothing while it waits. "
         + (
-            "It is therefore right about the pattern but not about the size: it predicts that a "
-            f"causal sweep takes {100 * longer:.0f} % longer than without waits, whereas the "
-            f"measured loss is {-100 * gain('a fixed order', 'causal', 'an adder'):.0f} %."
+            "It gets the pattern right, but not the size. It predicts that a causal sweep takes "
+            f"{100 * longer:.0f} % longer than without waits, whereas the measured loss is "
+            f"{-100 * gain('a fixed order', 'causal', 'an adder'):.0f} %."
             if as_simulated
             else ""
         )
@@ -1967,11 +1980,11 @@ lab.together(
         "from those of the first."
     ),
     lab.read(
-        f"**More heads.** At length 16,384, compared with ×\u00a01, ×\u00a04 {of_heads(4, 16384)}; "
-        f"compared with ×\u00a04, ×\u00a08 {of_heads(8, 16384, than=4)}; at length 4,096, it "
-        f"{of_heads(8, 4096, than=4)}. The package takes ×\u00a04 for both"
-        + (", and so misses some speed at 16,384. " if more > 1 + SCATTER else ". ")
-        + "Without an order, as many heads alternate as have operands that fit in half of L2."
+        "**More heads.** The package takes ×\u00a04 for both lengths"
+        + (", and so misses some speed at 16,384" if more > 1 + SCATTER else "")
+        + f". Compared with it, ×\u00a08 {of_heads(8, 16384, than=4)} there, and at 4,096 it "
+        f"{of_heads(8, 4096, than=4)}. Without an order, as many heads alternate as have operands "
+        "that fit in half of L2."
     ),
     lab.read(
         "**One more rung, at head_dim 64.** Here a tile has 128 queries and the registers are full "
@@ -1986,8 +1999,8 @@ lab.together(
     ),
 )
 # %%
-# What keeps the speedup below 1.4
-# --------------------------------
+# Where the cycles of a step go
+# -----------------------------
 
 # %%
 
@@ -2292,16 +2305,19 @@ without_sum = moved_kib["without the sum"] * KIB / 128
 assert without_sum < ideal < bound
 needed = cycles(whole_step)
 lab.read(
-    "Five matmuls instead of seven promise a factor of 1.4, but on the ladder one sweep is only "
+    "Five matmuls instead of seven promise a factor of 1.4. **On the ladder one sweep is only "
     f"{faster:.2f} times as fast as two in full attention, and {when_causal:.2f} times under a "
-    "causal mask. Where does the rest go? **The matmul units pause twice in every step, and "
-    "between the pauses the matmuls take longer than counted.**"
+    "causal mask.** This section looks into a step for what holds one sweep back. How much of the "
+    "gap each finding explains stays open, because we did not trace two sweeps."
 )
 
 # %%
-# **The picture shows one step in full attention,** as a running program recorded it. The numbers
-# are those of the waits; wait 8 is the gap after box 7. The top row is inferred: a pause begins
-# when the last matmul issued has had its counted cycles, and ends when a consumer issues the next.
+# **The matmul units pause twice in a step.** The picture shows a step in full attention, as a
+# running program recorded it. Of those recorded, it is the one whose pauses are nearest to the
+# averages below. The numbers in the boxes are those of the waits; wait 8 is the gap after box 7.
+#
+# The top row is inferred. A pause begins when the last matmul issued has had its counted cycles,
+# and ends when a consumer issues the next:
 
 
 # Drawing
@@ -2434,10 +2450,9 @@ def in_words(rows):
     at = step_drawn(rows)
     at_ds, at_part = paused(rows, slice(at, at + 1))
     return (
-        "Timelines of the matmul units, two consumers and an adder. In the step drawn the units "
-        f"have no work for {at_ds:,.0f} cycles while both consumers make dS, and for "
-        f"{at_part:,.0f} while both hand their part over. The adder waits for its turn and adds, "
-        "with hardly a gap."
+        "Timelines of the matmul units, two consumers and an adder. The units have no work for "
+        f"{at_ds:,.0f} cycles while both consumers make dS, and for {at_part:,.0f} while both hand "
+        "their part over. The adder waits for its turn and adds."
     )
 
 
@@ -2468,7 +2483,9 @@ lab.draw(
 )
 
 # %%
-# Averages over programs from all tiles; the last column is the rung “an adder”:
+# **Between the pauses, the matmuls take longer than counted.** These are averages over programs
+# from all tiles; “no order” is the rung “an adder”. If a matmul outlasts its count, the pause
+# behind it is shorter than stated, and the rest longer by as much:
 
 # Measuring
 BUDGET = {  # cycles of a step, and of its two pauses
@@ -2504,7 +2521,7 @@ def budget_rows():
     ]
 
 
-lab.table(budget_rows() if BUDGET else [], "Where the cycles of a step go")
+lab.table(budget_rows() if BUDGET else [], "Cycles of a step in full attention")
 
 # %%
 
@@ -2531,49 +2548,73 @@ lost = 100 * (1 - any_order["a step"] / in_order["a step"]) if BUDGET else nan
 staggered = BUDGET and any_order["pause at the part"] < min(
     in_order["pause at the part"] / 4, (handed_any - UNDER_WAY) / 2
 )
+after_order = any_order["pause at the part"] if any_order else nan
 lab.read(
-    "**In the second pause, both consumers hand their part over.** In a fixed order this takes "
-    f"{handed_in:.0f} cycles with wait 7, but the dK that runs meanwhile only {UNDER_WAY:.0f} by "
-    f"count. Without the order it still takes {handed_any:.0f}"
-    + (
-        ", yet the pause almost disappears, so the two must often hand over at different times, "
-        "one while the other's matmuls run. "
-        if staggered
-        else ". "
-    )
-    + f"A traced step then takes {abs(lost):.0f} % {'fewer' if lost > 0 else 'more'} cycles"
-    + (
-        ", but on the ladder “an adder” is no faster, and we do not know why."
-        if lost > 0
-        and verdict(gain("a fixed order", "full", "an adder")) == NO_DIFFERENCE
-        else "."
-    )
+    "**In the first pause both consumers make dS; in the second, both hand their part over.** "
+    f"Handing over takes {handed_in:.0f} cycles with wait 7, but the dK that runs meanwhile lasts "
+    f"only {UNDER_WAY:.0f} by count."
 )
-
-# %%
-# **In the first pause, both consumers make dS.** Issuing dV in this pause, or the next S in the
-# second, brought no gain, in runs that no record holds.
 
 # %%
 
 # Reading
 lab.read(
-    "**The rest may be due to shared memory:** by count, a step keeps it busy "
-    f"{100 * (bound / ideal - 1):.0f} % longer than the matmul units, and only because of the part "
-    "of dQ. A kernel of only these matmuls and stores bears the count out to within "
-    f"{100 * abs(needed / bound - 1):.0f} %."
+    "**Without the order, the second pause "
+    + ("almost disappears,** " if staggered else f"takes {after_order:.0f} cycles,** ")
+    + f"although handing over still takes {handed_any:.0f} cycles. "
+    + (
+        "The consumers must therefore often hand over at different times, one while the other's "
+        "matmuls run."
+        if staggered
+        else ""
+    )
 )
 
 # %%
 
-# Folded: The count of shared memory, row by row, and its test
-off = 100 * max(needed / bound - 1, cycles("all five") / ideal - 1)
+# Reading
+same_time = verdict(gain("a fixed order", "full", "an adder")) == NO_DIFFERENCE
+fewer = f"takes {abs(lost):.0f} % {'fewer' if lost > 0 else 'more'} cycles"
+lab.read(
+    f"**Yet giving up the order gains no time.** A traced step then {fewer}, but on the ladder “an "
+    "adder” is no faster, and we do not know why. A GPU may lower its clock under load, so fewer "
+    "cycles need not mean less time; the clock was not recorded."
+    if lost > 0 and same_time
+    else f"**A traced step then {fewer}.**"
+)
+
+# %%
+# **The rest may be due to shared memory.** By count, a step keeps it busy for longer than the
+# matmul units, and only because of the part of dQ. Two kernels that do nothing else test the
+# counts:
+
+# Drawing
 lab.draw(
     by_part,
     "Cycles of a step at head_dim 128, full",
     bars_in_words,
     bars_of_a_step,
 )
+
+# %%
+
+# Reading
+rest = left_of(*BUDGET["a fixed order"]) if BUDGET else nan
+lab.read(
+    f"**Matmuls and stores alone take {needed - ideal:,.0f} cycles more than the matmuls by "
+    f"count,** and the rest in the table above is {rest:,.0f}. Additions alone, by all SMs, take "
+    f"{cycles('all SMs add parts'):,.0f} cycles per part, which "
+    + (
+        "fits into a step."
+        if cycles("all SMs add parts") < mean_step
+        else "is more than a step."
+    )
+)
+
+# %%
+
+# Folded: The count of shared memory, row by row, and its test
+off = 100 * max(needed / bound - 1, cycles("all five") / ideal - 1)
 lab.together(
     lab.read(
         "**The count.** Five matmuls are 5 · 2 · 64 · 128 · 128 operations, of which the matmul "
@@ -2583,40 +2624,37 @@ lab.together(
     ),
     moved_table,
     lab.read(
-        f"**The test.** The count is right to within {off:.0f} % for two kernels: one with nothing "
-        f"but the five matmuls, which takes {cycles('all five'):,.0f} cycles per step, and one "
-        "that also stores as many bytes as a step moves besides its operands, which takes "
-        f"{needed:,.0f}, or {needed - ideal:,.0f} more than its matmuls by count."
+        f"**The test.** The count is right to within {off:.0f} % for two kernels. One does nothing "
+        "but the five matmuls. The other also stores as many bytes as a step moves besides its "
+        "operands."
     ),
     by_part,
 )
 
 # %%
 # **So count shared memory too, not only matmuls,** and ask which matmuls run while a result is
-# handed over. How much of the gap to 1.4 the pauses explain is open: we did not trace two sweeps.
+# handed over.
 
 # %%
 
-# Folded: What may be behind the gap to 1.4, what was tried, and what one program does not tell
+# Folded: What may be behind the gap to 1.4, what was tried, and more about the program drawn
 steps_drawn = [
     after["begins"] - row["begins"]
     for row, after in zip(rows_of(traced.rows), rows_of(traced.rows)[1:], strict=False)
 ]
-lags = [abs(one["dS"] - other["dS"]) for one, other in in_step(traced.rows)]
-lag = sum(lags) / len(lags) if lags else nan
 lab.together(
     lab.read(
-        f"**The gap to 1.4.** In full attention, one sweep is {faster:.2f} times as fast as two "
-        f"rather than 1.4 times, so each of its matmuls takes 1.4 / {faster:.2f} = "
-        f"{7 / 5 / faster:.2f} times as long as a matmul of two sweeps. We suspect the shared sum, "
-        "because two sweeps keep every gradient in registers: the part of dQ loads shared memory, "
-        "and in a fixed order the matmul units pause while it is handed over. But the two versions "
-        "also differ in language and roles, and nothing here times the sum alone."
+        f"**The gap to 1.4.** In full attention, one sweep is {faster:.2f} times as fast as two, "
+        f"so each of its matmuls takes 1.4 / {faster:.2f} = {7 / 5 / faster:.2f} times as long as "
+        "a matmul of two sweeps. The shared sum may be the reason, because two sweeps keep every "
+        "gradient in registers, whereas the part of dQ passes through shared memory. But the two "
+        "versions also differ in language and roles, and nothing here times the sum alone."
     ),
     lab.read(
         "**Tried without a gain,** in runs that no record holds: issuing dV before dS, which could "
-        "fill the first pause of the matmul units; issuing the scores and dP of the next step "
-        "ahead; letting the adder ask early; and making the weights before the wait for dP."
+        "fill the first pause; issuing the scores and dP of the next step ahead; letting the adder "
+        "ask early; and making the weights before the wait for dP. A second buffer for parts was "
+        "not tried."
     ),
     lab.table(
         [
@@ -2655,24 +2693,22 @@ lab.together(
         )
     ),
     lab.read(
-        "In the figure, “add” begins with two barriers at which the part is already there; "
-        "checking them, and stamping, takes "
-        f"{spent(traced.rows, 'its turn', 'has parts', 'adder'):,.0f} cycles. An addition takes "
+        "**An addition** takes "
         f"{spent(traced.rows, 'has parts', 'added', 'adder'):,.0f} cycles in this program, "
         f"averaged over all traced steps, and {cycles('all SMs add parts'):,.0f} in the test in "
-        "which all SMs add without a pause. Both consumers make dS at about the same time, within "
-        f"{lag:.0f} cycles, as expected, since they meet in every step to exchange it; we did not "
-        "run a sweep without the meeting. Stores and copies can delay a matmul, in which case a "
-        f"pause is shorter than counted. The longest of the {len(steps_drawn)} steps of this "
-        f"program takes {max(steps_drawn, default=nan):,.0f} cycles. We did not measure what the "
-        "stamps cost, nor a second buffer for parts. Nor does a single program rank the rungs: a "
-        f"step of “{TRACED[0]}”, the slower rung, takes {step_alone:,.0f}."
+        "which all SMs add without a pause."
     ),
     lab.read(
-        f"**Two peaks.** A step of {mean_step:,.0f} cycles uses the matmul units at "
+        "**Limits of the trace.** We did not measure what the stamps cost. The longest of the "
+        f"{len(steps_drawn)} steps of this program takes {max(steps_drawn, default=nan):,.0f} "
+        "cycles. A single program does not rank the rungs: a step of "
+        f"“{TRACED[0]}”, the slower rung, takes {step_alone:,.0f}."
+    ),
+    lab.read(
+        f"**Two percentages.** A step of {mean_step:,.0f} cycles uses the matmul units at "
         f"{100 * ideal / mean_step:.0f} % of their peak. On the ladder, “a fixed order” reaches "
-        f"{100 * steps.share('a fixed order', mask='full'):.0f} %, because there 100 % is the "
-        "speed of cuBLAS's matmul, which itself stays below that peak."
+        f"{100 * steps.share('a fixed order', mask='full'):.0f} %, but there 100 % is the speed of "
+        "cuBLAS's matmul, and not the peak."
     ),
 )
 
@@ -2777,8 +2813,8 @@ everywhere = "all" if len(behind) == len(at_points) else f"{len(behind)} of"
 PAIRS = {
     "one sweep in order, against two sweeps": ("in order", "two sweeps"),
     "one sweep without an order, against in order": ("no order", "in order"),
-    "the default, against FlashAttention, deterministic": ("by default", FIXED_MODE),
-    "the default, against the fastest library": ("by default", "its speed"),
+    "the package, against FlashAttention, deterministic": ("by default", FIXED_MODE),
+    "the package, against the fastest library": ("by default", "its speed"),
 }
 verdicts = []
 for what, (ours, theirs) in PAIRS.items():
@@ -2818,16 +2854,19 @@ def at_most(rows, one, other):
         return ""
     worst = min(rows, key=lambda row: row[one] / row[other])
     share = 100 * worst[one] / worst[other]
-    return f", where the default has at least {share:.0f} % of its speed ({named([worst])})"
+    return f", where the package has at least {share:.0f} % of its speed ({named([worst])})"
 
 
 def at_one(number):
     return "one" if number == 1 else f"{number}"
 
 
+def points_in_words(number):
+    return "1 point" if number == 1 else f"{number} points"
+
+
 def points_of(rows):
-    points_in_all = "1 point" if len(rows) == 1 else f"{len(rows)} points"
-    return points_in_all + (f" ({named(rows)})" if named(rows) else "")
+    return points_in_words(len(rows)) + (f" ({named(rows)})" if named(rows) else "")
 
 
 def over_two(mask):
@@ -2862,16 +2901,14 @@ by_mode = {
 }
 always_flash = set(fastest_is) <= {"FlashAttention", *by_mode}
 lab.read(
-    "Does one sweep replace a library? "
-    + (
-        "Not if speed alone counts: **a library is faster at every point.** "
+    (
+        "**A library is faster at every point.** "
         if everywhere == "all"
-        else "Rarely, if speed alone counts: "
-        f"**a library is faster at {everywhere} {len(at_points)} points.** "
+        else f"**A library is faster at {everywhere} {len(at_points)} points.** "
     )
-    + "The dashed line is the fastest library of each row"
+    + "In the picture, the dashed line is the fastest library of each row"
     + (
-        ", always FlashAttention 4 in one of its two modes. Only the deterministic mode keeps an "
+        ", always FlashAttention 4 in one of its two modes. Only its deterministic mode keeps an "
         "order. cuDNN is in the fold."
         if always_flash
         else ". Of FlashAttention 4, only the deterministic mode keeps an order."
@@ -2966,6 +3003,14 @@ lab.draw(
 
 # %%
 
+# Measuring
+lab.table(
+    verdicts if speed.rows else [],
+    f"At how many of {len(at_points)} points one is faster by {100 * SCATTER:.0f} % or more",
+)
+
+# %%
+
 # Reading
 by_order = verdicts[1]
 two_chosen = [
@@ -2978,27 +3023,19 @@ more_chosen = len(two_chosen) - len(slower)
 best = max(row["in order"] / row["two sweeps"] for row in at_points)
 worst = min(row["in order"] / row["two sweeps"] for row in at_points)
 lab.read(
-    "**Where does one sweep pay, compared with two?** It is faster at "
-    f"{verdicts[0]['faster']} of {len(at_points)} points, by up to {100 * (best - 1):.0f} % in "
-    "these timings"
+    f"**One sweep is up to {100 * (best - 1):.0f} % faster than two,** and "
     + (
-        f", and {100 * (1 - worst):.0f} % slower at {at_one(verdicts[0]['slower'])}"
+        f"{100 * (1 - worst):.0f} % slower at {at_one(verdicts[0]['slower'])} point"
         + (f" ({named(slower)})" if named(slower) else "")
         if len(slower) == 1
-        else f", and slower at {verdicts[0]['slower']}"
+        else f"slower at {verdicts[0]['slower']} points"
     )
     + (
         ". There"
         + (f", and at {at_one(more_chosen)} more" if more_chosen else "")
-        + ", the package runs two sweeps"
+        + ", the package runs two sweeps."
         if slower and all(row in two_chosen for row in slower)
-        else ""
-    )
-    + ". Giving up the order "
-    + (
-        "would not pay: it slows down more points than it speeds up."
-        if by_order["slower"] > by_order["faster"]
-        else f"makes it faster at {by_order['faster']} and slower at {by_order['slower']}."
+        else "."
     )
     if speed.rows
     else f"{nan}"
@@ -3007,13 +3044,23 @@ lab.read(
 # %%
 
 # Reading
-alike = verdicts[2]["no difference"]
 lab.read(
-    "**With that choice, the package reaches "
-    f"{shares_at(128, 64)} of the speed of the fastest library.** It is faster than "
-    f"FlashAttention's deterministic mode at {len(over_theirs)} points, slower at "
-    f"{len(below_theirs)}"
-    + (f", and within {100 * SCATTER:.0f} % at the other {alike}." if alike else ".")
+    (
+        "**Giving up the order does not pay,** because it slows down more points than it speeds up."
+        if by_order["slower"] > by_order["faster"]
+        else f"**Giving up the order** speeds up {points_in_words(by_order['faster'])} and slows "
+        f"down {by_order['slower']}."
+    )
+    if speed.rows
+    else f"{nan}"
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"**With its choice of kernels, the package reaches {shares_at(128, 64)} of the speed of the "
+    "fastest library.**"
     if speed.rows
     else f"{nan}"
 )
@@ -3064,10 +3111,6 @@ lab.plot(lines, "head_dim 64, full", where={"head_dim": 64, "mask": "full"})
 lab.plot(lines, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
 lab.together(
     lab.table(
-        verdicts if speed.rows else [],
-        f"At how many of {len(at_points)} points one is faster by {100 * SCATTER:.0f} % or more",
-    ),
-    lab.table(
         [
             {
                 key: f"{x:.0f}"
@@ -3083,12 +3126,17 @@ lab.together(
         "TFLOP/s of our sweeps, of FlashAttention's deterministic mode, and of the fastest library",
     ),
     lab.read(
-        f"**Without an order.** `deterministic=False` gives up the order at only {len(dropped)} "
-        f"points; without it, the kernel is faster at {len(won_by_it) or 'none'} of them and "
-        f"slower at {len(lost_by_it) or 'none'}. The order costs most at {named([dearest])}. "
-        f"Elsewhere, the kernel without an order is up to {-100 * min(without):.0f} % slower. Only "
-        "in a fixed order is it known which part comes first, so that the kernel can store it; "
-        "without an order, the sums have to be set to zero beforehand."
+        f"**Giving up the order** gains at most {100 * max(without):.0f} %, at "
+        f"{named([dearest])}, and loses up to {-100 * min(without):.0f} % elsewhere. One reason "
+        "may be the zeros: only in a fixed order is it known which part comes first, so that the "
+        "kernel can store it. Without an order, the sums have to be set to zero beforehand."
+        if speed.rows
+        else f"{nan}"
+    ),
+    lab.read(
+        f"**`deterministic=False`** gives up the order at only {points_in_words(len(dropped))}. "
+        f"Without it, the kernel is faster at {len(won_by_it) or 'none'} of them and slower at "
+        f"{len(lost_by_it) or 'none'}."
         if speed.rows
         else f"{nan}"
     ),
@@ -3106,24 +3154,33 @@ lab.together(
         else f"{nan}"
     ),
     lab.read(
-        "**At which points.** FlashAttention's deterministic mode is faster than the default at "
+        "**FlashAttention's deterministic mode** is faster than the package at "
         f"{points_of(below_theirs)}{at_most(below_theirs, 'by default', FIXED_MODE)}, and slower "
-        f"at {points_of(over_theirs)}. **Why less than {100 * SCATTER:.0f} % is no difference.** "
-        f"We time the default under two names, and at {close} of {len(twice)} points the two times "
-        "agree more closely than that. The same kernel in two figures differs by up to "
-        f"{100 * abs(between):.0f} %, so we compare only within one figure: at the ladder's full "
-        f"shape, one sweep is {over_two('full'):.2f} times as fast as two here, and {faster:.2f} "
-        "times on the ladder. "
+        f"at {points_of(over_theirs)}. "
         + (f"Absent from this run: {', '.join(absent)}." if absent else "")
         if speed.rows
         else f"{nan}"
     ),
     lab.read(
+        f"**Why less than {100 * SCATTER:.0f} % is no difference.** We time the default under two "
+        f"names, and at {close} of {len(twice)} points the two times agree more closely than that."
+        if speed.rows
+        else f"{nan}"
+    ),
+    lab.read(
+        "**Compare only within one figure.** The same kernel differs by "
+        f"{100 * abs(between):.0f} % between two figures, at head_dim 128, length 16,384, causal. "
+        "At the ladder's full shape, one sweep is "
+        f"{over_two('full'):.2f} times as fast as two here, and {faster:.2f} times on the ladder."
+        if speed.rows
+        else f"{nan}"
+    ),
+    lab.read(
         f"**Head_dim 64, causal.** One sweep in order reaches {min(behind_at_64):.0f} to "
-        f"{max(behind_at_64):.0f} % of the fastest library's speed. A matmul for a query and a key "
-        "is half as long as at head_dim 128, while P and dS take as much work. Tiles of 128 by 128 "
-        "also compute more pairs at the diagonal that nobody needs. We did not measure what each "
-        "of these costs."
+        f"{max(behind_at_64):.0f} % of the fastest library's speed. Two things may hold it back. A "
+        "matmul for a query and a key is half as long as at head_dim 128, while P and dS take as "
+        "much work. And tiles of 128 by 128 compute more pairs at the diagonal that nobody needs. "
+        "We did not measure what each costs."
     ),
     lab.read(
         "**Around the sweep.** A kernel before the sweep computes `delta`, and one after it "
@@ -3139,8 +3196,10 @@ lab.together(
 #
 # **Trusting zeros to stay zeros.** Beyond the last key, the copy engine fills a tile with zeros. A
 # key that does not exist therefore has the score 0 and the weight :math:`e^{0 - \mathrm{lse}}`,
-# which is multiplied by zeros. But if lse is below about −88.7, this weight is infinite in
-# float32, and infinity times zero is not a number. The kernel therefore masks the weight:
+# which is later multiplied by zeros.
+#
+# But if lse is below about −88.7, this weight is infinite in float32, and infinity times zero is
+# not a number. The kernel therefore masks the weight:
 #
 # .. code-block:: python
 #
@@ -3188,9 +3247,18 @@ lab.together(
 #
 # **The same bits** come from taking turns, and all waits end if programs start in the order of
 # their ids.
-#
-# **The order is nearly free** in this kernel, where a separate warp does the waiting, provided that
-# tiles of many heads run at once under a causal mask.
+
+# %%
+
+# Reading
+lab.read(
+    (
+        "**The order costs no time on the ladder,**"
+        if min(cost) >= -SCATTER
+        else f"**The order costs up to {-100 * min(cost):.0f} % on the ladder,**"
+    )
+    + " provided that tiles of many heads run at once under a causal mask."
+)
 
 # %%
 
