@@ -1016,13 +1016,41 @@ def test_weighted_sums_are_not_added_in_sixteen_bits(path, dtype):
         assert torch.equal(of_dy, torch.full_like(y, whole + 134))
         assert torch.equal(of_w, one_large(135, 0, dtype) * 7)
 
+
+@pytest.mark.parametrize("dtype", DTYPES_16, ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("path", WEIGHTED_SUM_PATHS)
+@pytest.mark.parametrize("few", [False, True], ids=["many programs", "one program"])
+def test_gradients_of_weights_are_not_added_in_sixteen_bits(few, path, dtype):
+    """Programs that add up their sums, and one that adds up all rows in its loop."""
+    one = {"multiprocessors": lambda device: 1} if few else {}
+    programs = {"BWD_PROGRAMS": (1, 1)} if few else {}
+    with (
+        changed(runtime, one),
+        changed(weighted_sum_module, WEIGHTED_SUM_PATHS[path] | programs),
+    ):
         x = one_large((135, 7), 0, dtype).requires_grad_()
         w, dy = (torch.ones(n, dtype=dtype, device=x.device).requires_grad_() for n in (7, 135))
         (dw,) = torch.autograd.grad(weighted_sum(x, w), w, dy, create_graph=True)
         of_dy, of_x = torch.autograd.grad(dw, (dy, x), torch.ones_like(w))
-        assert torch.equal(dw, torch.full_like(w, whole + 134))
-        assert torch.equal(of_dy, x.detach()[:, 0] * 7)
-        assert torch.equal(of_x, torch.ones_like(x))
+    assert torch.equal(dw, torch.full_like(w, LARGEST_WHOLE[dtype] + 134))
+    assert torch.equal(of_dy, x.detach()[:, 0] * 7)
+    assert torch.equal(of_x, torch.ones_like(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES_16, ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("large", ["through dx", "through dw"])
+def test_the_second_gradient_of_dy_is_rounded_once(large, dtype):
+    """It is 2049 + 1 in float16: 2050 is there, and 2049 is not."""
+    ones, first = (torch.zeros(5, 20, dtype=dtype, device=runtime.DEVICE) for _ in range(2))
+    ones += 1
+    first[:, 0] = 1
+    both = first * LARGEST_WHOLE[dtype]
+    both[:, 1] = 1
+    x, ddx, ddw = (ones, both, first[0]) if large == "through dx" else (both, first, ones[0])
+    x, w, dy = (t.clone().requires_grad_() for t in (x, ones[0], ones[:, 0]))
+    grads = torch.autograd.grad(weighted_sum(x, w), (x, w), dy, create_graph=True)
+    (of_dy,) = torch.autograd.grad(grads, dy, (ddx, ddw))
+    assert torch.equal(of_dy, torch.full_like(dy, LARGEST_WHOLE[dtype] + 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES_16, ids=["float16", "bfloat16"])
@@ -1100,16 +1128,18 @@ def test_every_path_in_sixteen_bits(name, path, n_rows, dtype):
 
 @pytest.mark.parametrize("n_elements", [1, 1023, 1024, 1025, 2047])
 def test_dropout_writes_nothing_behind_its_last_element(n_elements):
-    memory = torch.full((2, 4096), 7.0, device=runtime.DEVICE)
+    memory = torch.tensor([[3.0], [7.0]], device=runtime.DEVICE).repeat(1, 4096)
     x, y = memory[:, :n_elements]
     keep = torch.ones(4096, dtype=torch.bool, device=x.device)
     seeded, masked = dropout_module.seeded_dropout_kernel, dropout_module.masked_dropout_kernel
     with runtime.launching_on(x):
         dropout_module._plan(seeded, n_elements, 0, 1.0, N_ROUNDS=7)(x, y, 5)
-        assert (memory == 7).all()  # kept, all of it
+        assert (y == 3).all()  # kept, all of it
+        assert (memory[1, n_elements:] == 7).all()
         y.zero_()
         dropout_module._plan(masked, n_elements, 1.0)(x, y, keep)
-    assert (memory == 7).all()
+    assert (y == 3).all()
+    assert (memory[1, n_elements:] == 7).all()
 
 
 def test_p_is_honoured_to_the_nearest_multiple():
