@@ -64,6 +64,8 @@ from strategies import (
 )
 from test_weighted_sum import SMALL
 
+dropout_module = sys.modules["kernelbook.ops.dropout"]  # the function has the name of its module
+
 EPS = torch.finfo(torch.float32).eps
 
 FEW = 16
@@ -976,3 +978,193 @@ FOUND = {
 @pytest.mark.parametrize(("name", "case"), FOUND.values(), ids=FOUND)
 def test_what_was_found_once(name, case):
     PROPERTIES[name][1](case)
+
+
+# -- what random numbers hide: sums of numbers that 16 bits cannot hold, and what lies beside
+
+DTYPES_16 = (torch.float16, torch.bfloat16)
+LARGEST_WHOLE = {torch.float16: 2048, torch.bfloat16: 256}
+"""From here on every second whole number is missing: adding 1 changes nothing."""
+
+EVERY_PATH = [
+    *(("softmax", path) for path in SOFTMAX_PATHS),
+    *(("layer_norm", path) for path in LAYER_NORM_PATHS),
+    *(("weighted_sum", path) for path in WEIGHTED_SUM_PATHS),
+]
+ON_PATH = {"softmax": Softmax, "layer_norm": LayerNorm, "weighted_sum": WeightedSum}
+
+
+def one_large(shape, dim, dtype):
+    """Ones, but for a first one along ``dim`` after which 16 bits do not count further."""
+    x = torch.ones(shape, dtype=dtype, device=runtime.DEVICE)
+    x.select(dim, 0).fill_(LARGEST_WHOLE[dtype])
+    return x
+
+
+@pytest.mark.parametrize("dtype", DTYPES_16, ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("path", WEIGHTED_SUM_PATHS)
+def test_weighted_sums_are_not_added_in_sixteen_bits(path, dtype):
+    """Each result is a large number and some ones, exact in float32, and rounded once."""
+    with changed(weighted_sum_module, WEIGHTED_SUM_PATHS[path]):
+        x = one_large((7, 135), 1, dtype).requires_grad_()
+        w, dy = (torch.ones(n, dtype=dtype, device=x.device).requires_grad_() for n in (135, 7))
+        y = weighted_sum(x, w)
+        (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
+        of_dy, of_w = torch.autograd.grad(dx, (dy, w), one_large((7, 135), 1, dtype))
+        whole = LARGEST_WHOLE[dtype]
+        assert torch.equal(y, torch.full_like(y, whole + 134))
+        assert torch.equal(of_dy, torch.full_like(y, whole + 134))
+        assert torch.equal(of_w, one_large(135, 0, dtype) * 7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES_16, ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("path", WEIGHTED_SUM_PATHS)
+@pytest.mark.parametrize("few", [False, True], ids=["many programs", "one program"])
+def test_gradients_of_weights_are_not_added_in_sixteen_bits(few, path, dtype):
+    """Programs that add up their sums, and one that adds up all rows in its loop."""
+    one = {"multiprocessors": lambda device: 1} if few else {}
+    programs = {"BWD_PROGRAMS": (1, 1)} if few else {}
+    with (
+        changed(runtime, one),
+        changed(weighted_sum_module, WEIGHTED_SUM_PATHS[path] | programs),
+    ):
+        x = one_large((135, 7), 0, dtype).requires_grad_()
+        w, dy = (torch.ones(n, dtype=dtype, device=x.device).requires_grad_() for n in (7, 135))
+        (dw,) = torch.autograd.grad(weighted_sum(x, w), w, dy, create_graph=True)
+        of_dy, of_x = torch.autograd.grad(dw, (dy, x), torch.ones_like(w))
+    assert torch.equal(dw, torch.full_like(w, LARGEST_WHOLE[dtype] + 134))
+    assert torch.equal(of_dy, x.detach()[:, 0] * 7)
+    assert torch.equal(of_x, torch.ones_like(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES_16, ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("large", ["through dx", "through dw"])
+def test_the_second_gradient_of_dy_is_rounded_once(large, dtype):
+    """It is 2049 + 1 in float16: 2050 is there, and 2049 is not."""
+    ones, first = (torch.zeros(5, 20, dtype=dtype, device=runtime.DEVICE) for _ in range(2))
+    ones += 1
+    first[:, 0] = 1
+    both = first * LARGEST_WHOLE[dtype]
+    both[:, 1] = 1
+    x, ddx, ddw = (ones, both, first[0]) if large == "through dx" else (both, first, ones[0])
+    x, w, dy = (t.clone().requires_grad_() for t in (x, ones[0], ones[:, 0]))
+    grads = torch.autograd.grad(weighted_sum(x, w), (x, w), dy, create_graph=True)
+    (of_dy,) = torch.autograd.grad(grads, dy, (ddx, ddw))
+    assert torch.equal(of_dy, torch.full_like(dy, LARGEST_WHOLE[dtype] + 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES_16, ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("path", SOFTMAX_PATHS)
+@pytest.mark.parametrize("algorithm", ["auto", "three_pass", "online", "online_2d"])
+def test_softmax_takes_off_a_mean_that_sixteen_bits_cannot_hold(algorithm, path, dtype):
+    """Of equal numbers y is 1 / 128, exactly, and dx = (dy - mean of dy) / 128.
+
+    The mean is 1 + 1 / 4096, so that rounded to 16 bits it takes all of it from an element of 1.
+    """
+    x = torch.zeros(9, 128, dtype=dtype, device=runtime.DEVICE).requires_grad_()
+    dy = torch.ones_like(x)
+    dy[:, 5] += 1 / 32
+    with changed(softmax_tuned, SOFTMAX_PATHS[path]):
+        (dx,) = torch.autograd.grad(softmax(x, -1, algorithm=algorithm), x, dy)
+    true = reference.softmax_backward(x, dy, -1)
+    assert_within("dx", dx, true, true.abs() * 2**-8)  # a few units of the float32 mean
+
+
+@pytest.mark.parametrize("dtype", DTYPES_16, ids=["float16", "bfloat16"])
+@pytest.mark.parametrize(("name", "path"), EVERY_PATH)
+def test_second_gradients_are_computed_in_float32(name, path, dtype):
+    """What autograd keeps is exact here: x, or a softmax of equal numbers. So only results round.
+
+    Every intermediate number may lose a few units of float32, in units of the largest result. The
+    gradient of softmax's own y is rounded on its way to x, as in PyTorch: there dy's alone counts.
+    """
+    x, line = Numbers((9, 128), shift=1.0), Numbers((128,), shift=1.0, seed=1)
+    case = {
+        "softmax": Softmax(x, path=path),
+        "layer_norm": LayerNorm(x, weight=line, path=path),
+        "weighted_sum": WeightedSum(x, line, path),
+    }[name]
+    call = {
+        "softmax": lambda op, x, w: op(x, -1),
+        "layer_norm": lambda op, x, w: op(x, (128,), w),
+        "weighted_sum": lambda op, x, w: op(x, w),
+    }[name]
+    x = torch.zeros_like(x.make()) if name == "softmax" else x.make()
+    dy = mixed(5, x.shape[:1] if name == "weighted_sum" else x.shape, dtype)
+    leaves = x.to(dtype), line.make().to(dtype), dy
+
+    def second(op, *leaves):
+        x, w, dy = (t.detach().requires_grad_() for t in leaves)
+        wanted = [x] if name == "softmax" else [x, w]
+        first = torch.autograd.grad(call(op, x, w), wanted, dy, create_graph=True)
+        through = [mixed(6 + i, g.shape, dtype).to(g.dtype) for i, g in enumerate(first)]
+        return torch.autograd.grad(first, [dy] if name == "softmax" else [x, w, dy], through)
+
+    ours, theirs = OPERATORS[name]
+    with on_path(case):
+        found = second(ours, *leaves)
+    truth = second(theirs, *(t.double() for t in leaves))
+    for i, (result, true) in enumerate(zip(found, truth, strict=True)):
+        assert result.dtype == dtype
+        assert true.any()
+        assert_within(f"result {i}", result, true, 4 * FEW * EPS * true.abs().amax())
+
+
+@pytest.mark.parametrize("dtype", DTYPES_16, ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("n_rows", [5, 70])
+@pytest.mark.parametrize(("name", "path"), EVERY_PATH)
+def test_every_path_in_sixteen_bits(name, path, n_rows, dtype):
+    """Rows beyond a program's first, a last program that is not full, a row that is not either."""
+    kind = str(dtype).removeprefix("torch.")
+    x, line = Numbers((n_rows, 100), kind, shift=1.0, seed=7), Numbers((100,), kind, seed=8)
+    if name == "softmax":
+        for algorithm in ("auto", "three_pass", "online", "online_2d"):
+            check_softmax(Softmax(x, algorithm=algorithm, path=path))
+    elif name == "layer_norm":
+        check_layer_norm(LayerNorm(x, 1, line, line, path=path))
+    else:
+        check_weighted_sum(WeightedSum(x, line, path))
+
+
+@pytest.mark.parametrize("n_elements", [1, 1023, 1024, 1025, 2047])
+def test_dropout_writes_nothing_behind_its_last_element(n_elements):
+    memory = torch.tensor([[3.0], [7.0]], device=runtime.DEVICE).repeat(1, 4096)
+    x, y = memory[:, :n_elements]
+    keep = torch.ones(4096, dtype=torch.bool, device=x.device)
+    seeded, masked = dropout_module.seeded_dropout_kernel, dropout_module.masked_dropout_kernel
+    with runtime.launching_on(x):
+        dropout_module._plan(seeded, n_elements, 0, 1.0, N_ROUNDS=7)(x, y, 5)
+        assert (y == 3).all()  # kept, all of it
+        assert (memory[1, n_elements:] == 7).all()
+        y.zero_()
+        dropout_module._plan(masked, n_elements, 1.0)(x, y, keep)
+    assert (y == 3).all()
+    assert (memory[1, n_elements:] == 7).all()
+
+
+def test_p_is_honoured_to_the_nearest_multiple():
+    numbers = reference.philox(3, torch.arange(4, device=runtime.DEVICE), 7).flatten()
+    x = torch.ones(numbers.numel(), device=runtime.DEVICE)
+    for number in numbers:
+        kept = seeded_dropout(x, (number.item() + 0.6) / 2**32, seed=3) != 0
+        assert torch.equal(kept, numbers > number)
+
+
+def test_dropout_draws_seeds_of_64_bits(monkeypatch):
+    """Of 64 seeds, each bit is the same in all with a probability of 2**-63, and two are equal with
+    one of 2**-53."""
+    seeds = []
+    monkeypatch.setattr(
+        dropout_module, "_SEEDED", lambda x, p, _, seed: seeds.append(seed.item()) or x
+    )
+    for _ in range(64):
+        dropout(torch.ones(1, device=runtime.DEVICE))
+    assert len(set(seeds)) == 64
+    for bit in range(64):
+        assert len({seed >> bit & 1 for seed in seeds}) == 2, f"bit {bit} is never drawn"
+
+
+def test_a_seed_of_2_to_the_63():
+    x = torch.ones(100, device=runtime.DEVICE)
+    keep = reference.keep_mask(torch.arange(100, device=x.device), 0.5, 2**63, 7)
+    assert torch.equal(seeded_dropout(x, 0.5, 2**63) != 0, keep)
