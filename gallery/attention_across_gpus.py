@@ -141,7 +141,7 @@ torch.testing.assert_close(out.double(), whole, rtol=1e-5, atol=1e-6)
 lab.read(
     "Three ranks reproduce the output of the whole sequence to within "
     f"{(out - whole).abs().max().item():.0e}, with sums in float32. All that the ring asks of a "
-    "kernel is that it also returns the lse."
+    "forward kernel is that it also returns the lse."
 )
 
 # %%
@@ -239,10 +239,12 @@ lab.sketch(
 )
 
 # %%
-# Zig-zag balances the work not only in total but in every step. When the keys come from a lower
-# rank, all queries see its early piece and none see its late piece. When they come from a higher
-# rank, only the late queries see them, but these see both pieces. Either way half of the scores
-# remain, just as in a rank's own part under the mask.
+# Zig-zag balances the work not only in total but in every step, because half of the scores remain
+# whichever keys a rank holds:
+#
+# - From a lower rank, all queries see the early piece of keys, and none see the late one.
+# - From a higher rank, only the late queries see the keys, but these see both pieces.
+# - In a rank's own part, the mask leaves half.
 #
 # Below, each bar is a rank's work in one step. Ranks wait for their neighbours' keys, so each step
 # ends (dotted line) with its slowest rank:
@@ -267,7 +269,7 @@ def steps_of(axes, layout):
     axes.grid(visible=False)
     axes.tick_params(axis="y", length=0)
     axes.set_xlim(0, 3.6)
-    axes.set_xlabel("time")
+    axes.set_xlabel("time, by a count of the scores")
     axes.set_xticks([])
     axes.set_title(layout.replace("zigzag", "zig-zag"), fontsize=11, loc="left")
 
@@ -310,10 +312,10 @@ lab.sketch(
 # makes the kernels' stream wait, but not the host. **To hide a transfer, start it before the kernel
 # and wait for it after the merge.**
 #
-# Here is ``ring_in_turn`` as one rank runs it, with a causal mask and zig-zag. In each step (from 0
-# here, from 1 in the figures), ``kv`` holds the keys and values of the rank ``source``,
-# ``following`` is the memory for the next ones, and ``attention`` is, on Hopper GPUs, the kernel of
-# :doc:`/chapters/attention_hopper`:
+# Here is ``ring_in_turn`` as one rank runs it, with a causal mask and zig-zag. In each step, ``kv``
+# holds the keys and values of the rank ``source``, and ``following`` is the memory for the next
+# ones. Steps count from 0 here and from 1 in the figures. On Hopper GPUs, ``attention`` runs the
+# kernel of :doc:`/chapters/attention_hopper`:
 
 
 def ring_of_rank(rank, world, q, k, v):
@@ -371,7 +373,8 @@ error_of_one = (on_one.double() - truth).abs().max().item()
 assert max(errors) < 0.05
 lab.read(
     f"On {ranks.world} ranks, this loop comes within {errors[0]:.4f} of float64, and PyTorch's "
-    f"attention on one device, which rounds less often, within {error_of_one:.4f}."
+    f"attention on one device within {error_of_one:.4f}. The loop rounds each part to 16 bits "
+    "before it merges, which may be the difference."
 )
 
 # %%
@@ -528,16 +531,17 @@ lab.together(
 )
 
 # %%
-# **All to all sends fewer bytes, so it suits short parts on many ranks.** With as many key heads as
-# query heads, the ring sends :math:`W / 2` times as many in the forward pass (with two ranks, as in
-# our timings, equally many), but it computes meanwhile, which suits long parts. All to all also
-# needs a number of ranks that divides both numbers of heads.
+# **With more than two ranks, all to all sends fewer bytes.** With as many key heads as query heads,
+# the ring sends :math:`W / 2` times as many in the forward pass. All to all should therefore suit
+# short parts on many ranks, and the ring long parts, because it computes while it sends.
+#
+# All to all also needs a number of ranks that divides both numbers of heads.
 
 # %%
 # Is it right?
 # ------------
 #
-# We compare the outputs and gradients of both methods with float64, here on two ranks.
+# We compare the outputs and gradients of both methods with float64.
 
 # Measuring
 METHODS = {
@@ -598,8 +602,8 @@ checked = lab.check("Attention across ranks", cases())
 found = checked.plain.split("\n")[0].removeprefix("Attention across ranks: ")
 found = found.split(";")[0].rstrip(".")
 lab.read(
-    f"{found[0].upper()}{found[1:]}. With three and four ranks, where one meets both lower and "
-    "higher ones, the package's tests pass on the CPU, in the interpreter."
+    f"{found[0].upper()}{found[1:]}. The package's tests also run three and four ranks, on the "
+    "CPU, where a rank receives keys from both lower and higher ones."
 )
 
 # %%
@@ -856,7 +860,7 @@ lab.together(
         f"take {took['ideal']:.0f} ms, and the ring takes {took['Kernel Book']:.0f}."
     ),
     lab.read(
-        "In the figure, contiguous and zig-zag wait for each transfer before they compute; with "
+        "In the figure, contiguous and zig-zag wait for each transfer before they compute. With "
         "transfers hidden, keys and gradients travel while the rank computes:"
     ),
 )
@@ -930,17 +934,14 @@ lab.together(
     lab.read(
         ("**The layout brings the larger gain.** " if by_layout > by_hiding else "")
         + f"At {length:,} tokens, zig-zag saves {took['contiguous'] - took['zig-zag']:.0f} of "
-        f"{took['contiguous']:.0f} ms. At {last:,}, it is {balanced[last]:.2f} times as fast as "
-        "contiguous parts"
-        + (
-            f", close to the {promised:.2f} promised by counting scores."
-            if 0.95 < balanced[last] / promised < 1
-            else f"; counting scores promised {promised:.2f}."
-        )
+        f"{took['contiguous']:.0f} ms. The count of scores, which leaves out transfers and "
+        f"launches, promised {promised:.2f} times the speed of contiguous parts. We measured "
+        f"{balanced[last]:.2f} times at {last:,} tokens and {balanced[first]:.2f} at {first:,}."
     ),
     lab.read(
         ("**Hiding the transfers brings less.** " if 1 < by_hiding < by_layout else "")
-        + f"At {length:,} tokens it {'saves' if saved_ms > 0 else 'costs'} {abs(saved_ms):.0f} ms."
+        + f"At {length:,} tokens, the median {'falls' if saved_ms > 0 else 'rises'} by "
+        f"{abs(saved_ms):.0f} ms."
         + (f" At {last:,} we can measure no difference" if last in in_doubt else "")
         + (
             f", because rounds of {'zig-zag' if widest == 'zig-zag' else 'our ring'} alone take "
@@ -951,7 +952,7 @@ lab.together(
             else ""
         )
         + (
-            f" At {first:,} it costs {lost_ms:.1f} ms; why, we did not look into."
+            f" At {first:,} it rises by {lost_ms:.1f} ms, and we did not look into why."
             if first in given_up
             else ""
         )
@@ -960,10 +961,32 @@ lab.together(
 
 # %%
 
+# Folded: How exact are the bars?
+IN_ROUNDS = {"ideal": "linear scaling"} | {x: NAMES.get(x, x) for x in RUNGS}
+lab.together(
+    lab.read(
+        "A bar is the median of three rounds, each as long as its slowest rank. Two measurements "
+        f"of our ring differ by up to {between_sweeps:.1f} points of linear scaling."
+    ),
+    lab.table(
+        [
+            {"time of": name}
+            | {
+                f"{n:,} tokens": "–".join(f"{ms:.1f}" for ms in rounds_of(key, n))
+                for n in LENGTHS
+            }
+            for key, name in IN_ROUNDS.items()
+        ]
+        if speed.provenance
+        else [],
+        "The fastest and the slowest round, ms",
+    ),
+)
+
+# %%
+
 
 # Reading
-gained = [n for n in LENGTHS if n not in in_doubt and not gains[n] < 0]
-ours_took, zigzag_took = (rounds_of(name, first) for name in ("Kernel Book", "zig-zag"))
 at_first = {name: speed.milliseconds_at(name, seqlen=first) for name in RUNGS}
 one_gpu = WORLD * speed.milliseconds_at("ideal", seqlen=first)
 none_pays = min(at_first.values()) > one_gpu
@@ -1079,9 +1102,6 @@ costs = lab.measure("What a call costs before it computes, both passes", call_co
 
 # Measuring
 of_part = LENGTHS[0] // WORLD
-without_merge = WORLD * sum(
-    measured_step(of_part, f"own, {which}") for which in ("forward", "backward")
-)
 by_kernels = sum(
     measured_step(of_part, f"own, {which}")
     + (WORLD - 1) * measured_step(of_part, f"step, {which}")
@@ -1105,86 +1125,58 @@ def share_in_words(x):
     return f"about {words[nearest]}" if abs(nearest - x) < 0.04 else f"{100 * x:.0f} %"
 
 
+short = costs.rows[0]["tokens"] if costs.rows else SHORT
 parts_of_time = (
-    f"timed apart, the kernels take {share_in_words(by_kernels / ring_ms)} of our ring's time and "
-    f"the host {share_in_words(ring_cost / ring_ms)}"
+    f"Timed apart, the kernels take {share_in_words(by_kernels / ring_ms)} of our ring's time, "
+    f"and a call on {short} tokens, which hardly computes, {share_in_words(ring_cost / ring_ms)}. "
 )
-why_short = (
-    f"Neither the kernels nor the host explains this alone: {parts_of_time}."
+why_short = parts_of_time + (
+    "Neither explains it alone, and the two may overlap in the ring."
     if max(by_kernels, ring_cost) < 0.9 * ring_ms
-    else f"Either the kernels or the host may be the cause: {parts_of_time}. Since the two overlap "
-    "in the ring, we cannot tell which it is."
+    else "Since the two may overlap in the ring, we cannot tell which is the cause."
 )
 
 # %%
 
 # Reading
-lab.read(
-    (
-        f"**At {first:,} tokens, {WORLD} GPUs are slower than one.** One GPU takes {one_gpu:.1f} "
-        f"ms, and the four versions {min(at_first.values()):.1f} to "
-        f"{max(at_first.values()):.1f} ms. "
+lab.together(
+    lab.read(
+        f"**At {first:,} tokens, {WORLD} GPUs are no faster than one.** One GPU takes "
+        f"{one_gpu:.1f} ms, and the four versions take {min(at_first.values()):.1f} to "
+        f"{max(at_first.values()):.1f} ms. Leave such a sequence on one GPU, and give the other "
+        + (
+            "GPUs sequences of their own."
+            if WORLD > 2
+            else "GPU a sequence of its own."
+        )
         if none_pays
         else f"At {first:,} tokens, our ring reaches {percent('Kernel Book', first):.0f} % of "
-        "linear scaling. "
-    )
-    + (why_short if lost else "")
-    + (
-        " Leave such a sequence on one GPU, and give the other GPUs sequences of their own."
-        if none_pays and WORLD > 2
-        else " Leave such a sequence on one GPU, and give the other GPU a sequence of its own."
-        if none_pays
-        else ""
-    )
+        "linear scaling."
+    ),
+    lab.read(why_short) if lost else None,
 )
 
 # %%
 
-# Folded: Why do short sequences scale worse?
+# Folded: What takes the time in a short sequence?
 timed_alone = [
-    (f"linear scaling, {LENGTHS[0]:,} tokens", ideal_ms),
-    (f"the ring, {LENGTHS[0]:,} tokens", ring_ms),
-    ("the same, fastest and slowest round", ours_took),
-    ("zig-zag that waits, fastest and slowest round", zigzag_took),
-    (
-        f"{WORLD} masked parts of {of_part:,} tokens, timed one at a time",
-        without_merge,
-    ),
-    ("the same, with one of them unmasked and merged, as in the ring", by_kernels)
-    if WORLD == 2
-    else ("the kernels of the ring, timed one at a time", by_kernels),
-    (f"one GPU, {SHORT} tokens: its host", alone_cost),
-    (f"the ring, {SHORT} tokens: its host", ring_cost),
+    (f"linear scaling, {first:,} tokens", ideal_ms),
+    (f"our ring, {first:,} tokens", ring_ms),
+    ("the kernels of this ring, timed one at a time", by_kernels),
+    (f"one GPU, {short} tokens", alone_cost),
+    (f"our ring, {short} tokens", ring_cost),
 ]
 lab.together(
     lab.table(
-        [
-            {
-                "time of": name,
-                "ms": " to ".join(f"{x:.1f}" for x in numpy.atleast_1d(ms)),
-            }
-            for name, ms in timed_alone
-        ]
+        [{"time of": name, "ms": f"{ms:.1f}"} for name, ms in timed_alone]
         if steps.rows
         else [],
-        "The times of kernels and host, both passes",
+        "Kernels and calls, both passes",
     ),
     lab.read(
         (
-            "Short sequences scale worse in every version"
-            + (
-                f"; linear scaling allows {100 * ideal_ms / ring_ms:.0f} % of our ring's time."
-                if min(by_kernels, ring_cost) > ideal_ms
-                else "."
-            )
-            if lost
-            else ""
-        )
-        + (
-            " Zig-zag, too, gains less on shorter sequences than counting scores promises; the "
-            "count leaves out transfers and launches, whose shares we did not separate."
-            if max(balanced[n] for n in LENGTHS[:-1]) < balanced[last] < promised
-            else ""
+            "A call on few tokens is mostly launches, the agreement of the ranks and the latency "
+            "of the transfers, which we did not separate."
         )
         + (
             f" Where {WORLD} GPUs become faster than one, between {first:,} and "
@@ -1193,27 +1185,6 @@ lab.together(
             else ""
         )
     ),
-)
-
-# %%
-
-# Folded: How exact are the bars?
-effects = [
-    *(f"gains {gains[n]:.0f} points at {n:,} tokens" for n in gained),
-    *(f"loses {-gains[n]:.0f} points at {n:,} tokens" for n in given_up),
-    *(f"makes no difference beyond this noise at {n:,} tokens" for n in in_doubt),
-]
-lab.read(
-    "A bar is the median of three rounds, each as long as its slowest rank. Two measurements of "
-    f"our ring differ by up to {between_sweeps:.1f} points of linear scaling. Hiding the "
-    f"transfers {' and '.join(part for part in (', '.join(effects[:-1]), effects[-1]) if part)}. "
-    + "; ".join(
-        f"at {n:,} tokens, the rounds of zig-zag take {waiting[0]:.1f} to {waiting[1]:.1f} ms, and "
-        f"with transfers hidden {hidden[0]:.1f} to {hidden[1]:.1f}"
-        for n in LENGTHS
-        for waiting, hidden in [(rounds_of("zig-zag", n), rounds_of("Kernel Book", n))]
-    ).capitalize()
-    + "."
 )
 
 # %%
@@ -1272,33 +1243,44 @@ come_close = any(timed_peers.values()) and all(
     for more in found.values()
 )
 untimed = [n for n in LENGTHS if n not in PEER_LENGTHS]
-fastest = {n: max(RUNGS, key=lambda name: percent(name, n)) for n in LENGTHS}
-behind_others = "all to all" not in fastest.values()
+
+
+def disjoint(one, other, n):
+    """Whether all rounds of one version are faster than all of the other."""
+    (low, high), (other_low, other_high) = (rounds_of(name, n) for name in (one, other))
+    return high < other_low or other_high < low
+
+
+slower_by = [
+    more
+    for n, more in beside_ours.items()
+    if n in PEER_LENGTHS and more > 0 and disjoint("all to all", "Kernel Book", n)
+]
+is_slower = len(slower_by) == len(PEER_LENGTHS) and max(slower_by) < 15
 lab.together(
     lab.read(
         (
-            "**All to all is never the fastest.** It takes "
-            if behind_others
+            "**All to all is a little slower than our ring.** It takes "
+            if is_slower
             else "All to all takes "
         )
-        + compared({n: beside_ours[n] for n in PEER_LENGTHS}).replace(
-            "ours", "our ring"
-        )
-        + (" on the longer sequences" if untimed == [first] else "")
+        + compared({n: beside_ours[n] for n in PEER_LENGTHS})
+        .replace(" than ours", "" if is_slower else " than our ring")
+        .replace("ours", "our ring")
+        + (" on the longer sequences." if untimed == [first] else ".")
         + (
-            f"; at {first:,} tokens it beats our ring but not "
-            f"{NAMES.get(fastest[first], fastest[first])}, which waits for its transfers."
-            if untimed == [first]
-            and beside_ours[first] <= -1
-            and fastest[first] == "zig-zag"
-            else "."
+            f" At {first:,} tokens we cannot rank the two, because their rounds overlap."
+            if untimed == [first] and not disjoint("all to all", "Kernel Book", first)
+            else ""
         )
     ),
     lab.read(
-        ("**PyTorch's own ring comes close.** " if come_close else "")
+        ("**PyTorch's context parallelism comes close.** " if come_close else "")
         + " ".join(
             "On the longer sequences, the experimental `context_parallel` with "
-            f"{name.removesuffix(' CP')}'s attention takes {compared(found)}."
+            f"{name.removesuffix(' CP')}'s attention takes {compared(found)}. By default it "
+            "gathers all keys at once instead of passing them round. Since its kernels "
+            "differ as well, this compares packages and not methods."
             for name, found in timed_peers.items()
             if found
         )
@@ -1309,11 +1291,9 @@ lab.together(
 
 # %%
 
-# Folded: How does PyTorch's ring, with its own kernels, compare?
+# Folded: How does PyTorch's context parallelism compare?
 lab.together(
-    lab.read(
-        f"We did not time PyTorch's ring at {first:,} tokens, where ours is weakest."
-    )
+    lab.read(f"We did not time it at {first:,} tokens, where our ring is weakest.")
     if untimed == [first] and lost
     else None,
     lab.plot(
@@ -1433,8 +1413,8 @@ lab.read(
     "**Each GPU keeps only its share for the backward pass.** On paper, "
     f"{LAYERS} layers keep {kept:.0f} GiB for {MEMORY_LENGTH:,} tokens on one GPU, or "
     f"{kept / most:.0f} GiB on each of {most}. The measured peak of one layer falls by only "
-    f"{100 * (1 - together / gib.get(1, nan)):.0f} %, because parts and gradients in transit add "
-    "to it."
+    f"{100 * (1 - together / gib.get(1, nan)):.0f} %, because the ring also holds "
+    "keys, values and gradients in transit."
 )
 
 # %%
@@ -1474,11 +1454,17 @@ lab.together(
 # Reading
 profiled = 16384 // SHRINK * WORLD
 lab.read(
-    f"We profile both versions of zig-zag on rank 0, with {profiled:,} tokens in all. With two "
-    "ranks, a call makes four transfers: keys and values in the forward pass (1) and in the "
-    "backward pass (2), their gradients (3), and the complete gradients on their way home (4). A "
-    "transfer's bar includes the wait for the other rank."
+    f"We profile both versions of zig-zag on rank 0, with {profiled:,} tokens in all. A transfer's "
+    "bar includes the wait for the other rank."
 )
+
+# %%
+# With two ranks, a call makes four transfers:
+#
+# 1. the keys and values, in the forward pass;
+# 2. the keys and values again, in the backward pass;
+# 3. their gradients so far;
+# 4. the complete gradients, on their way home.
 
 # %%
 
@@ -1669,19 +1655,12 @@ profiler_saw = schedule.rows or schedule.provenance is None
 first_shows = begins > sum(of_first) / 2
 lab.read(
     "**Transfers 2 and 3 hide behind the backward pass.** Transfer 4 does not, because almost "
-    "nothing is left to compute"
+    "nothing is left to compute."
     + (
-        ", and neither does most of transfer 1, because the first kernel starts "
-        f"{begins - of_first[0]:.1f} ms later than it. In a longer ring, these two are a "
-        "smaller share of all transfers."
+        " Neither does most of transfer 1, because the first kernel starts "
+        f"{begins - of_first[0]:.1f} ms after it, at least under the profiler, which slows the "
+        "host. In a longer ring, these two are a smaller share of all transfers."
         if first_shows
-        else "."
-    )
-    + (
-        f" At {last:,} tokens, hiding 2 and 3 would save {hides * last / profiled:.0f} ms if their "
-        f"time grew with the bytes, less than the {spread_of(widest):.0f} ms by which the rounds "
-        "differ there."
-        if scattered and WORLD == 2 and hides * last / profiled < spread_of(widest)
         else ""
     )
     if profiler_saw
@@ -1690,19 +1669,18 @@ lab.read(
 
 # %%
 
-# Folded: How much time does hiding save in this call, and at a longer length?
+# Folded: How much time does hiding save in this call, and at longer lengths?
 lab.together(
     lab.read(
         (
-            f"Under the profiler, which slows the host, hiding shortens the call by {saved:.0f} %"
+            f"Under the profiler, hiding shortens the call by {saved:.0f} %"
             + (
                 f", although the computation takes {slowed:.1f} ms longer."
                 if slowed > 0.05
                 else "."
             )
             if saved >= 1
-            else "Under the profiler, which slows the host, hiding changes the length of the call "
-            f"by {-saved:+.0f} %."
+            else f"Under the profiler, hiding changes the length of the call by {-saved:+.0f} %."
         )
         if profiler_saw
         else "The profiler saw no kernel on this machine."
@@ -1713,6 +1691,16 @@ lab.together(
         "ms that hiding saves there; the rounds spread too widely to tell whether the rest is real."
     )
     if WORLD == 2 and nearest < scaled < min(saved_ms, farthest)
+    else None,
+    lab.read(
+        f"At {last:,} tokens, by the same reckoning, hiding them would save "
+        f"{hides * last / profiled:.0f} ms, less than the {spread_of(widest):.0f} ms by which the "
+        "rounds differ there."
+    )
+    if profiler_saw
+    and scattered
+    and WORLD == 2
+    and hides * last / profiled < spread_of(widest)
     else None,
 )
 
@@ -1739,12 +1727,12 @@ lab.together(
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    What counts is the number of tokens *per rank*. The head size does not matter, nor does the
-#    number of ranks once there are more than two.
+#    What counts is the number of tokens *per rank*. The head size is not in the formula, nor is
+#    the number of ranks.
 #
 # In the backward pass, a step does 2.5 times the FLOPs. With more than two ranks it sends three
-# times the bytes, because the gradients travel with the keys, in 32 bits. The factor 2 thus becomes
-# :math:`2 \cdot 3 / 2.5 = 2.4`.
+# times the bytes, because gradients in 32 bits travel with the keys and values. The factor 2 thus
+# becomes :math:`2 \cdot 3 / 2.5 = 2.4`.
 #
 # We time single steps for :math:`S`, and pass tensors round the ring for :math:`B`; here
 # :math:`H_k = H`:
@@ -1864,8 +1852,8 @@ lab.table(
 
 # Reading
 lab.read(
-    f"**Over a network card, parts must be {bandwidth / NETWORK:.0f} times as long as over "
-    f"{joined}**{', which connects the GPUs of a machine' if links else ''}."
+    f"**Over a network card, parts must be at least {bandwidth / NETWORK:.0f} times as long as "
+    f"over {joined}**{', which connects the GPUs of a machine' if links else ''}."
 )
 
 # %%
@@ -1883,9 +1871,9 @@ lab.together(
         [
             {
                 "tokens per rank": f"{n:,}",
-                "a forward step, ms": f"{took:.2f}",
-                "its scores at the speed of the largest, ms": f"{at_full_speed.get(n, nan):.2f}",
-                f"its transfer over {joined}, ms": f"{measured_transfer(n):.2f}",
+                "step, ms": f"{took:.2f}",
+                "at the speed of the largest, ms": f"{at_full_speed.get(n, nan):.2f}",
+                f"transfer over {joined}, ms": f"{measured_transfer(n):.2f}",
                 "over a network card, at least, ms": f"{on_paper(n):.2f}",
             }
             for n, took in step_of.items()
@@ -1894,20 +1882,22 @@ lab.together(
     ),
     lab.read(
         f"At {' and '.join(f'{n:,}' for n in shown)} tokens, {joined} hides "
-        f"{'every transfer' if always else 'some but not all transfers'} of the forward pass; a "
+        f"{'every transfer' if always else 'some but not all transfers'} of the forward pass. A "
         "network card at full speed hides "
-        + (f"none at {' and '.join(too_long)}. " if too_long else "every one too. ")
-        + "The formula uses the speeds of the largest step and the largest transfer"
+        + (f"none at {' and '.join(too_long)}." if too_long else "every one too.")
+        + " The shorter steps take far longer than their scores would, which may be their launch."
+    ),
+    lab.read(
+        "The formula uses the speeds of the largest step and the largest transfer"
         + (
-            f"; there, {joined} carries "
+            f". There, {joined} carries "
             f"{share_in_words(bandwidth / 1e9 / (per_link * int(links[1])))} of the "
             f"{per_link * int(links[1])} GB/s that it promises in each direction. "
             if links and per_link
             else ". "
         )
-        + "Where a step takes far longer than its scores would, we see its launch rather than its "
-        f"scores. The last column divides the bytes by the card's {NETWORK / 1e9:.0f} GB/s, which "
-        "gives the least possible time: a real card also has latency."
+        + f"The last column divides the bytes by the card's {NETWORK / 1e9:.0f} GB/s; a real card "
+        "also has latency."
     ),
     steps,
     sent,
@@ -1919,20 +1909,19 @@ lab.together(
 
 
 # Measuring
-def simulated(world, tokens, bandwidth, hosted=True):
+def simulated(world, tokens, bandwidth):
     """Milliseconds of a call of the ring with zig-zag, both passes, and what bounds its steps."""
     part = tokens / world
     kv = 2 * part * HEADS * HEAD_DIM * 2 / bandwidth * 1e3  # 16 bits
     # Sums of gradients: 32 bits with more than two ranks, until they are complete.
     gradients = kv * (2 if world > 2 else 1)
-    launch = (ring_cost - alone_cost) / (2 * WORLD)  # of a step, in each of two passes
-    launch = launch if hosted else 0.0
+    fixed = (ring_cost - alone_cost) / (2 * WORLD)  # of a step, in each of two passes
     total, bounds = 0.0, []
     for which, travels in (("forward", kv), ("backward", kv + gradients)):
         own, step = (
             measured_step(part, f"{kind}, {which}") for kind in ("own", "step")
         )
-        beside = {"computing": step, "transfers": travels, "the host": launch}
+        beside = {"computing": step, "transfers": travels, "fixed cost": fixed}
         total += max(own, travels) + (world - 1) * max(beside.values())
         bounds.append(max(beside, key=beside.get))
     return total + kv, bounds  # the complete gradients have 16 bits
@@ -1952,18 +1941,18 @@ def alone(tokens):
 CLUSTERS = {8: bandwidth, 64: NETWORK, 1024: NETWORK}
 
 
-def linear(world, tokens, link, hosted=True):
+def linear(world, tokens, link):
     """The share of linear scaling that is predicted, in percent."""
-    return 100 * alone(tokens) / world / simulated(world, tokens, link, hosted)[0]
+    return 100 * alone(tokens) / world / simulated(world, tokens, link)[0]
 
 
 PER_RANK = [2 ** (eighth / 8) for eighth in range(96, 137)]  # 4Ki to 128Ki
 GOOD = 80
 
 
-def reaches(world, link, hosted=True):
+def reaches(world, link):
     """The tokens per rank from which a simulated ring keeps GOOD percent of linear scaling."""
-    shares = [linear(world, world * n, link, hosted) for n in PER_RANK]
+    shares = [linear(world, world * n, link) for n in PER_RANK]
     return 2 ** float(numpy.interp(GOOD, shares, numpy.log2(PER_RANK)))
 
 
@@ -1989,10 +1978,10 @@ lab.together(
     ),
     lab.read(
         f"We have only {WORLD} GPUs, so we put larger rings together from the steps and transfers "
-        "that we measured: a step lasts as long as its scores, the transfer beside them or the "
-        "host's launch, whichever is longest; no rank is slow, no switch is shared. Eight GPUs "
-        f"share a machine and get the measured speed of {joined}; larger rings get a "
-        f"network card's full {NETWORK / 1e9:.0f} GB/s:"
+        "that we measured. A step lasts as long as its computation, the transfer beside it or the "
+        "fixed cost of a step, whichever is longest. No rank is slow, and no transfer slows "
+        f"anything else. Eight GPUs get the measured speed of {joined}, and larger rings a network "
+        f"card's full {NETWORK / 1e9:.0f} GB/s:"
     ),
 )
 
@@ -2040,19 +2029,10 @@ def curves(axes, rows):
 
 
 def in_words_of(rows):
-    found = "; ".join(
-        f"with {world:,} GPUs "
-        + ", ".join(
-            f"{linear(world, world * n, link):.0f} % at {n:,}"
-            for n in (8192, 16384, 32768)
-        )
-        for world, link in CLUSTERS.items()
-    )
     return (
-        "Two lines that rise with the number of tokens per rank and stay flat from 32,768: "
-        f"{found}. One line stands for 64 and for 1,024 GPUs. A dot marks where each line reaches "
-        f"{GOOD} %, and a dotted line the length from which the network card hides its transfers. "
-        f"Crosses show {WORLD} GPUs, measured, and circles the same, simulated: "
+        "Two lines that rise with the number of tokens per rank and then stay flat, one for 8 GPUs "
+        f"and one for 64 or 1,024. They reach {GOOD} % at {enough_of.get(8, nan):,.0f} and at "
+        f"{enough:,.0f} tokens per rank. {WORLD} GPUs, measured and simulated: "
         + ", ".join(
             f"{percent('Kernel Book', n):.0f} and {promises[n]:.0f} % at {n // WORLD:,}"
             for n in LENGTHS
@@ -2070,9 +2050,9 @@ between_lines = max(
     abs(linear(64, 64 * n, NETWORK) - linear(1024, 1024 * n, NETWORK)) for n in PER_RANK
 )
 lab.read(
-    "With parts of the same length, the ring's time and that of linear scaling both grow in "
-    "proportion to the number of ranks, so 64 and 1,024 GPUs share one line, and sixteen times as "
-    "many GPUs need a text sixteen times as long:"
+    "64 and 1,024 GPUs share one line, because with parts of the same length, the ring's time and "
+    "that of linear scaling both grow in proportion to the number of ranks. Sixteen times as many "
+    "GPUs need a text sixteen times as long:"
     if between_lines < 2
     else f"The lines of 64 and of 1,024 GPUs lie within {between_lines:.0f} points. They need:"
 )
@@ -2111,34 +2091,23 @@ lab.read(
         else ""
     )
     + f"For {WORLD} GPUs with {first // WORLD:,} tokens each, it promises {promises[first]:.0f} %, "
-    f"and we measured {percent('Kernel Book', first):.0f}; with "
-    f"{second // WORLD:,} tokens, {promises[second]:.0f} and "
-    f"{percent('Kernel Book', second):.0f}."
+    f"and we measured {percent('Kernel Book', first):.0f} %. With {second // WORLD:,} tokens, it "
+    f"promises {promises[second]:.0f} %, and we measured {percent('Kernel Book', second):.0f} %."
 )
 
 # %%
 
 # Reading
-slower = measured_step(largest, "step, forward") / measured_step(
-    largest, "own, forward"
+slower = sum(measured_step(largest, f"step, {which}") for which in FACTORS) / sum(
+    measured_step(largest, f"own, {which}") for which in FACTORS
 )
-by_host = max(
-    (
-        n
-        for n in (2 ** (step / 64) for step in range(12 * 64, 17 * 64))
-        if "the host" in simulated(8, 8 * n, bandwidth)[1]
-    ),
-    default=0,
-)
-enough = enough_of.get(8, nan)
-stretch = enough / about(hidden_from("backward", bandwidth))
+stretch = enough_of.get(8, nan) / about(hidden_from("backward", bandwidth))
 flat = (
     {round(linear(n, n * largest, link)) for n, link in CLUSTERS.items()}
     if steps.rows
     else {nan}
 )
 hides_from = round(hidden_from("backward", bandwidth), -2)
-without_host = about(reaches(8, bandwidth, hosted=False)) if steps.rows else nan
 lab.read(
     f"**Over {joined}, hiding the transfers is not enough.** "
     + (
@@ -2148,17 +2117,17 @@ lab.read(
         else ""
     )
     + f"For {GOOD} %, eight simulated GPUs need {stretch:.1f} times the {hides_from:,.0f} tokens "
-    "per rank from which transfers hide, because shorter parts take longer per score; "
-    + (
-        "without the host's launches, they would need as many."
-        if without_host == enough
-        else f"without the host's launches, they would need {without_host:,.0f} tokens."
-    )
+    "per rank from which transfers hide, because a short step, timed with its launch, takes longer "
+    "per score."
 )
 
 # %%
 
 # Folded: What does the simulation include, and how far is it off?
+wide_of = {}  # by how many percent one GPU's time misses what was measured
+for n in PEER_LENGTHS:
+    one_took = WORLD * speed.milliseconds_at("ideal", seqlen=n)
+    wide_of[n] = 100 * abs(alone(n) / one_took - 1)
 rows = []
 for world, link in CLUSTERS.items():
     for n in (8192, 16384, 32768):
@@ -2190,23 +2159,17 @@ lab.together(
         f"The check on {WORLD} GPUs, in percent of linear scaling",
     ),
     lab.read(
-        (
-            f"All lengths from which larger rings reach {GOOD} % lie between the two at which the "
-            f"simulation is furthest off; the {min(enough_of.values()):,.0f} tokens of eight GPUs "
-            "may be far too few. "
-            if optimistic
-            and first / WORLD < min(enough_of.values(), default=nan)
-            and max(enough_of.values(), default=nan) < second / WORLD
-            else ""
-        )
-        + "The last gradients add to the total, because nothing hides them. We "
-        "interpolate between the lengths that we "
-        f"timed and extrapolate beyond {largest:,} tokens. The lines of 8 or more GPUs level off "
-        f"near {' or '.join(map(str, sorted(flat)))} %, because a forward step over another rank's "
-        f"keys takes {100 * (slower - 1):.0f} % longer than as many scores of a rank's own part. "
-        "Eight GPUs would lie below two, since a smaller share of their steps is over a rank's own "
-        f"keys. On eight GPUs the host limits steps of up to {about(by_host):,.0f} tokens, and "
-        "probably fewer, since we charge all of its time to the steps."
+        f"The fixed cost of a step is what a ring over {short} tokens takes longer than one GPU, "
+        "divided by its steps. The last gradients add to the total, because nothing hides them."
+    ),
+    lab.read(
+        f"Beyond {largest:,} tokens, we let the times grow with the square of the length. For one "
+        "GPU, this comes within "
+        f"{numpy.ceil(max(wide_of.values())):.0f} % of the times measured at "
+        f"{' and '.join(f'{n:,}' for n in wide_of)} tokens. The "
+        f"lines level off near {' or '.join(map(str, sorted(flat)))} %, because a step over "
+        f"another rank's keys takes {100 * (slower - 1):.0f} % longer than as many scores of a "
+        "rank's own part."
     ),
 )
 
@@ -2217,9 +2180,9 @@ lab.together(
 # The training script
 # -------------------
 #
-# In a model, the inputs, the call to attention and the sum of the gradients change.
-# ``torchrun --nproc-per-node=2 train.py`` starts a script once per GPU. Each rank cuts its part
-# from the model's inputs, each of shape (batch, seqlen), and calls ``ring_attention``:
+# A model needs three changes: each rank takes its part of the inputs, calls ``ring_attention``, and
+# sums the gradients of the weights over the ranks. The inputs have the shape (batch, seqlen), and
+# ``torchrun --nproc-per-node=2 train.py`` starts the script once per GPU:
 #
 # .. code-block:: python
 #
@@ -2425,14 +2388,10 @@ lab.together(
 # Reading
 lab.read(
     ("**A ring suits long parts.** " if lost else "")
-    + f"Ours reaches {100 * share['Kernel Book']:.0f} % of linear scaling at {length:,} tokens "
-    f"{'but only' if lost else 'and'} {percent('Kernel Book', first):.0f} % at {first:,}"
-    + (
-        ", where hiding the transfers does not pay off"
-        if first in given_up and not none_pays
-        else ""
-    )
-    + ". By the formula, a network card hides transfers from about "
+    + f"On {WORLD} GPUs, ours reaches {100 * share['Kernel Book']:.0f} % of linear scaling with "
+    f"{length // WORLD:,} tokens per rank {'but only' if lost else 'and'} "
+    f"{percent('Kernel Book', first):.0f} % with {first // WORLD:,}. By the formula, a network "
+    "card hides transfers from about "
     f"{round(hidden_from('backward', NETWORK), -3):,.0f} tokens per rank."
 )
 
@@ -2449,7 +2408,9 @@ lab.read(
 # Solution: grouped heads
 part, speed_of_one = 2048, 600e12
 needed = 2 * (8 / 64) * speed_of_one / part
-assert abs(part - 2 * (8 / 64) * speed_of_one / needed) < 1e-6
+flops_of_step, bytes_sent = 64 * 4 * 128 * part**2 / 2, 2 * 2 * part * 8 * 128
+assert abs(flops_of_step / speed_of_one * needed / bytes_sent - 1) < 1e-9
+assert 8 % 16
 print(f"{needed / 1e9:.0f} GB/s. No: 16 ranks cannot share 8 key heads evenly.")
 
 # %%
@@ -2460,12 +2421,12 @@ print(f"{needed / 1e9:.0f} GB/s. No: 16 ranks cannot share 8 key heads evenly.")
 
 # Solution: why do the gradients travel in 32 bits?
 terms = 1 + 0.1 * torch.randn(64, generator=torch.Generator().manual_seed(0))
-short, exact = torch.zeros((), dtype=torch.bfloat16), terms.double().sum()
-for term in terms:
-    short += term.bfloat16()
-errors = [
-    (x.double() - exact).abs().item() / exact.item() for x in (short, terms.sum())
-]
+exact, errors = terms.double().sum(), []
+for dtype in (torch.bfloat16, torch.float32):
+    total = torch.zeros((), dtype=dtype)
+    for term in terms:
+        total += term.to(dtype)
+    errors.append(((total.double() - exact).abs() / exact).item())
 assert errors[0] > 100 * errors[1]
 print(f"relative error: {errors[0]:.1e} in bfloat16, {errors[1]:.1e} in float32")
 

@@ -72,9 +72,11 @@ def simple_backward(x, w, mean, rstd, dy):
 # %%
 # PyTorch runs each operation as a separate :term:`kernel`. For each row of :math:`N` elements,
 # these kernels read :math:`16 N` numbers and write :math:`9 N`. A single kernel that reads ``x``
-# and ``dy`` once and writes ``dx`` moves only :math:`3 N`, which is 12 % of :math:`25 N`. The bars
-# above count only these :math:`3 N`, in bytes per second, so this function, the first bar, can
-# reach at most about 12. We compare PyTorch's own ``F.layer_norm`` at the end.
+# and ``dy`` once and writes ``dx`` moves only :math:`3 N`, which is 12 % of :math:`25 N`.
+#
+# The bars above credit every version with these :math:`3 N` alone. This function, the first bar,
+# can therefore reach at most about 12 if all its numbers go through main memory. We time PyTorch's
+# own ``F.layer_norm`` at the end.
 #
 # The idea
 # --------
@@ -92,9 +94,11 @@ def simple_backward(x, w, mean, rstd, dy):
 #          holds 6. B stores 3 + 4, and memory holds 7, where it should hold 10.
 #
 # An *atomic add* cannot lose an addition, because the hardware reads, adds and writes in one step.
-# Neither can a *lock*, which lets programs add only one at a time. But either way, all programs
-# meet at the same addresses, once per row if each row is added separately. The rounding can also
-# differ from run to run, since whoever comes first adds first. We can avoid both problems:
+# Neither can a *lock*, which lets programs add only one at a time.
+#
+# Two problems remain. All programs meet at the same addresses, once per row if each row is added
+# separately. The rounding can also differ from run to run, because whoever comes first adds first.
+# We can avoid both:
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -177,13 +181,20 @@ def output_of_eight(first):
 
 grown = 4 * (output_of_eight(1.001) - output_of_eight(1.0))
 assert abs(grown / 0.001 - dx_of_eight[0, 0]) < 0.01
-lab.read(
-    f"The line `left` sums to {remains.sum():.0f}, and its dot product with `xhat` is "
-    f"{(remains * hat).sum():.0f}. A nudge confirms the first number of `dx`. Because `dy` is 4, "
-    "the loss is four times the first output; moving the first element from 1 to 1.001 raises the "
-    f"loss by {grown:.4f}, {dx_of_eight[0, 0]:.0f} times the nudge. This row adds `dy * xhat` = "
-    f"{(dy_of_eight * hat)[0, 0]:.0f} to the first column of `dw`, and `dy` = "
-    f"{dy_of_eight[0, 0]:.0f} to that of `db`.".replace("-", "−")
+lab.together(
+    lab.read(
+        f"The line `left` sums to {remains.sum():.0f}, and its dot product with `xhat` is "
+        f"{(remains * hat).sum():.0f}, as both must be."
+    ),
+    lab.read(
+        "A nudge confirms the first number of `dx`. Because `dy` is 4, the loss is four times the "
+        f"first output. Moving the first element from 1 to 1.001 raises the loss by {grown:.4f}, "
+        f"{dx_of_eight[0, 0]:.0f} times the nudge."
+    ),
+    lab.read(
+        f"This row adds `dy * xhat` = {(dy_of_eight * hat)[0, 0]:.0f} to the first column of "
+        f"`dw`, and `dy` = {dy_of_eight[0, 0]:.0f} to that of `db`.".replace("-", "−")
+    ),
 )
 
 # %%
@@ -350,9 +361,9 @@ lab.sketch(
 )
 
 # %%
-# With 64 rows, the sums hardly count. We therefore launch only about as many programs as fit on the
-# GPU's :term:`SMs <SM>` (streaming multiprocessors) at once. Each program loops over its rows and
-# keeps its sums, ``dw`` and ``db``, in :term:`registers <register>`.
+# With 64 rows, the sums hardly count. To give each program many rows, we launch only about as many
+# programs as fit on the GPU's :term:`SMs <SM>` (streaming multiprocessors) at once. Each loops over
+# its rows and keeps its sums, ``dw`` and ``db``, in :term:`registers <register>`.
 
 lab.source(sum_my_rows)
 
@@ -376,10 +387,16 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 # Reading
 exact, half, brain = counted.values()
 assert exact == 5000
+after_half, after_brain = (
+    total * (1 + torch.finfo(dtype).eps)
+    for dtype, total in counted.items()
+    if dtype != torch.float32
+)
 lab.read(
     "The package also keeps its sums in `tl.float32`, because a long sum in 16 bits stops "
-    f"growing: a `db` of {exact:,.0f} ones ends at {half:,.0f} in float16, which has 11 "
-    f"significant bits, and at {brain:,.0f} in bfloat16, which has 8."
+    f"growing. A `db` of {exact:,.0f} ones ends at {half:,.0f} in float16, whose next number is "
+    f"{after_half:,.0f}, and at {brain:,.0f} in bfloat16, whose next is {after_brain:,.0f}: adding "
+    "1 rounds back down."
 )
 
 # %%
@@ -399,8 +416,8 @@ lab.read(
 # ``sem`` says how the add must be ordered with respect to other memory accesses. Nobody reads the
 # sums before the kernel has ended, so ``"relaxed"``, which orders nothing, is enough.
 #
-# An atomic add, however, works on single numbers. To merge values that belong together in a shared
-# buffer, such as the maximum and the sum of an online softmax, we need a lock.
+# An atomic add, however, works on single numbers. A lock can also merge values that belong
+# together, such as the maximum and the sum of an online softmax.
 
 
 # Measuring
@@ -486,10 +503,11 @@ def runs_differ():
 # ------------------
 #
 # A program that holds the lock loads the buffer, adds to it and stores it, while all others stay
-# out. The lock is an integer, 0 if free and 1 if taken. A *compare-and-swap*, another atomic
-# operation, reads it and writes 1 only if it read 0, all in one indivisible step. One program
-# succeeds, and the others try again. The loop cannot hang, because the program that holds the lock
-# is running and waits for nothing.
+# out. The lock is an integer, 0 if free and 1 if taken.
+#
+# A *compare-and-swap*, another atomic operation, reads the lock and writes 1 only if it read 0, all
+# in one step. One program succeeds, and the others try again. The loop cannot hang, because the
+# program that holds the lock is running and waits for nothing.
 
 lab.source(lock_kernel)
 
@@ -521,7 +539,8 @@ lab.source(lock_kernel)
 # What breaks it: a lock without its protections
 # ----------------------------------------------
 #
-# We remove one protection at a time, the two barriers together; the listing shows all changes:
+# We remove one protection at a time, except that the two barriers go together. These are the lines
+# that change:
 #
 # .. code-block:: python
 #
@@ -694,24 +713,34 @@ unharmed = [
 ]
 others = " or without ".join(unharmed)
 acquire = wrong["all but acquire"]
-lab.read(
-    (
-        f"Without `acquire`, {'all' if acquire == 100 else f'{acquire:.0f} of'} 100 runs are "
-        "wrong: the barriers cannot replace it. "
-        if acquire
-        else ""
-    )
-    + (
-        f"Without {others}, no run is wrong. That does not make them superfluous: "
+most_arrived = {row["protected by"]: row["most"] for row in arrived.rows}.get(
+    "all but acquire", 500
+)
+lab.together(
+    lab.read(
+        f"Without `acquire`, {'all' if acquire == 100 else f'{acquire:.0f} of'} 100 runs are wrong"
         + (
-            "the compiler adds the first barrier by itself (in the fold), and without `release` "
-            "or the second barrier, the GPU's memory model guarantees no order."
-            if barriers_left == 1 and "the barriers" in unharmed
-            else "without them the GPU's memory model guarantees no order."
+            f", and at most {most_arrived} of 500 additions arrive"
+            if most_arrived < 500
+            else ""
         )
-        if unharmed
-        else ""
+        + ". The barriers cannot replace it."
     )
+    if acquire
+    else None,
+    lab.read(
+        f"Without {others}, no run is wrong. That does not make them superfluous. "
+        + (
+            "The compiler adds the first barrier by itself (in the fold). Without `release` or "
+            "the second barrier, the GPU's memory model guarantees no order, so the next GPU or "
+            "compiler may lose additions."
+            if barriers_left == 1 and "the barriers" in unharmed
+            else "Without them, the GPU's memory model guarantees no order, so the next GPU or "
+            "compiler may lose additions."
+        )
+    )
+    if unharmed
+    else None,
 )
 
 # %%
@@ -844,10 +873,17 @@ def draw_ways(axes, rows):
 
 
 def ways_in_words(rows):
+    lines = {}
+    for row in rows:
+        if row["provider"] != "copy":
+            lines.setdefault(row["provider"], []).append(row)
     found = [
-        f"{r['provider']} with {r['programs']:,} {100 * r['share']:.0f}" for r in rows
+        f"{name} at its best {100 * top['share']:.0f} with {top['programs']:,}, at the end "
+        f"{100 * line[-1]['share']:.0f} with {line[-1]['programs']:,}"
+        for name, line in lines.items()
+        for top in [max(line, key=lambda row: row["share"])]
     ]
-    return f"Lines over the number of programs, % of the speed of a copy: {', '.join(found)}."
+    return f"Lines over the number of programs, % of the speed of a copy: {'; '.join(found)}."
 
 
 lab.draw(ways, "Three ways to hand over, float32", ways_in_words, draw_ways)
@@ -871,36 +907,37 @@ of_x = 12 * 32768 // most
 many_of = of_ways["partial sums", most]
 allowed = 100 * of_x / (of_x + 16)  # x, dy, dx of float32, without the sums
 per_sm = best / ways.provenance["sm_count"] if ways.provenance else nan
-lab.read(
-    (
-        f"Partial sums and the atomic add are both fastest with {best:,} programs, about "
-        f"{per_sm:.0f} per SM"
-        if best == best_of_atomics
-        else f"Partial sums are fastest with {best:,} programs"
+of_one_lock = [of_ways["one lock", n] for n in PROGRAMS]
+lab.together(
+    lab.read(
+        (
+            f"Partial sums and the atomic add are both fastest with {best:,} programs, about "
+            f"{per_sm:.0f} per SM."
+            if best == best_of_atomics
+            else f"Partial sums are fastest with {best:,} programs."
+        )
+        + (
+            f" With 4,096, the atomic add is {lead:.0f} points ahead."
+            if lead > 2
+            else ""
+        )
+    ),
+    lab.read(
+        f"A single lock reaches at most {max(of_one_lock):.0f} %, and "
+        f"{of_one_lock[-1]:.1f} % with {most:,} programs."
+    ),
+    lab.read(
+        f"On the right, the bytes of the sums alone would still allow {allowed:.0f} % (in the "
+        "fold). The rest of the loss remains open."
     )
-    + (
-        f"; with 4,096, the atomic add is {lead:.0f} points ahead. "
-        if lead > 2
-        else ". "
-    )
-    + (
-        "A single lock is always slow. "
-        if max(of_ways["one lock", n] for n in PROGRAMS)
-        < of_ways["partial sums", best] / 2
-        else ""
-    )
-    + (
-        "On the right, the bytes of the partial sums explain only part of the loss (in the fold); "
-        "the rest remains open. "
-        if many_of < allowed - 2
-        else ""
-    )
-    + (
-        f"{PROGRAMS[0]} programs do not even give each SM one; we did not measure what else slows "
-        "few programs."
+    if many_of < allowed - 2
+    else None,
+    lab.read(
+        "On the left, no SM has more than one program, whose loads may be too few to keep memory "
+        "busy; we did not measure that."
         if per_sm < best / PROGRAMS[0]
         else "Why few programs are slow, we did not measure."
-    )
+    ),
 )
 
 # %%
@@ -918,9 +955,6 @@ def same_bits(version):
 # %%
 
 
-# %%
-
-
 # Reading
 def runs_said(name):
     count = unlike.get(name, nan)
@@ -929,19 +963,21 @@ def runs_said(name):
 
 together = ["lock per program"] + ["atomic add"] * ("atomic add" in unlike)
 said = {
-    "lock per program": "with locks",
+    "lock per program": "with 64 locks",
     "atomic add": "with atomic adds",
 }
 alike = len({runs_said(name) for name in together}) == 1
 lab.read(
-    "In a hundred runs of each way on one input, the last bits of `dw` differ from the first run's "
+    "We ran each way a hundred times on one input. The last bits of `dw` differ from the first "
+    "run's "
     + (
         f"in {runs_said(together[0])} {' and '.join(said[name] for name in together)}"
         if alike
         else " and ".join(f"in {runs_said(name)} {said[name]}" for name in together)
     )
     + (
-        "; with partial sums, in none, because the second kernel adds them in a fixed order."
+        ". With partial sums, they differ in none, because rows and sums are added in a fixed "
+        "order."
         if unlike.get("partial sums") == 0
         else f", and in {runs_said('partial sums')} with partial sums."
     )
@@ -954,7 +990,8 @@ lab.table(
         {
             "way": name,
             "at its best": f"{max(of_ways[name, n] for n in PROGRAMS):.0f} %",
-            "same bits in every run": same_bits(version),
+            "same bits in every run": same_bits(version)
+            + " (64 locks)" * (name == "one lock"),
             "memory for sums": memory,
             "can merge": merges,
         }
@@ -964,7 +1001,7 @@ lab.table(
             ("partial sums", "partial sums", "one per program", "anything"),
         )
     ],
-    "Which way to choose; speeds of the small kernels in % of a copy, float32, 1,024 columns, on "
+    "Which way to choose. Speeds of the small kernels in % of a copy, float32, 1,024 columns, on "
     f"{ways.provenance['gpu']}",
 ) if ways.rows else None
 
@@ -1015,9 +1052,8 @@ lab.read(
         if atomics > -2
         else ""
     )
-    + "Many locks cost less than one, as the next section shows. In the book's package, "
-    "`layer_norm` uses partial sums. In bfloat16, at the shapes in the fold, they add at most "
-    f"{max(share_of_sums):.1f} % to the bytes of `x`, `dy` and `dx`."
+    + "The book's `layer_norm` uses partial sums. In bfloat16, at the shapes in the fold, they "
+    f"add at most {max(share_of_sums):.1f} % to the bytes of `x`, `dy` and `dx`."
 )
 
 # %%
@@ -1030,9 +1066,10 @@ lab.together(
         f"With {best:,} programs, each sums {32768 // best} rows."
     ),
     lab.read(
-        "The hundred runs under locks, of which there are 64, and those with partial sums used the "
-        "kernel of the next section; those with atomic adds used the small kernel. Another GPU may "
-        "use another number of programs and give other bits."
+        "The hundred runs with 64 locks and those with partial sums used the kernel of the next "
+        "section; those with atomic adds used the small kernel. A single lock was not run a "
+        "hundred times, but its programs also add in the order in which they come. Another GPU "
+        "may use another number of programs and give other bits."
     ),
     differ,
     lab.read(
@@ -1062,11 +1099,11 @@ lab.together(
 # -----------------------------------
 #
 # The key idea has two halves: summing many rows, and storing without a lock. The kernel of
-# ``layer_norm`` can do one without the other, because its programs can also share 64 locked
-# buffers; it has no atomic add. Unlike the small kernels, it *loads ahead*, copying its next rows
-# into :term:`shared memory` while it works on the current ones.
+# ``layer_norm`` can do one without the other, because its programs can also share 64 buffers, each
+# with a lock. A *tile* is two rows of 1,024 columns, or one longer row.
 #
-# A *tile* is two rows of 1,024 columns, or one longer row.
+# Unlike the small kernels, this one *loads ahead*: it copies its next rows into
+# :term:`shared memory` while it works on the current ones.
 
 
 # Measuring
@@ -1193,9 +1230,9 @@ if change:
         for way in ("64 locks", "partial sums")
     ]
     apart = (
-        "Loading ahead, which needs a next tile, makes it at most "
-        f"{max(gains):.0f} % faster (in the fold). The rest comes from having fewer programs; we "
-        "did not separate their fewer hand-overs from their fewer starts and loads of `w`."
+        "Loading ahead, which needs a next tile, makes the kernel at most "
+        f"{max(gains):.0f} % faster (in the fold). The rest comes from having fewer programs. "
+        "These hand over, start and load `w` less often; we did not separate the three."
     )
     alone = change["one lock"]["once"]
 behind = {
@@ -1206,31 +1243,36 @@ behind = {
 tile_lock, tile_sums = (
     race_share[name, 8192] for name in ("lock per tile", "partial sums per tile")
 )
-lab.read(
-    "At 1,024 columns, many tiles per program instead of one make the kernel "
-    f"{of_lock:.0f} times as fast with locks and {of_sums_alone:.0f} times with partial sums. "
-    f"{apart}"
+lab.together(
+    lab.read(
+        "At 1,024 columns, many tiles per program instead of one make the kernel "
+        f"{of_lock:.0f} times as fast with locks and {of_sums_alone:.0f} times with partial sums."
+    ),
+    lab.read(apart),
 )
 
 # %%
 
 # Reading
-lab.read(
-    "The lock matters less: when programs hand over once, 64 locks are "
-    f"{behind.get(1024, nan)} points behind partial sums at 1,024 columns and "
-    f"{behind.get(8192, nan)} at 8,192. "
-    + (
-        "But there must be many: in this kernel, a single lock reaches "
-        f"{alone:.0f} % at 1,024 columns (in the fold). "
-        if alone < race_share["lock per program", 1024] / 2
-        else ""
-    )
-    + (
+lab.together(
+    lab.read(
+        "The lock matters less. When programs hand over once, 64 locks are "
+        f"{behind.get(1024, nan)} points behind partial sums at 1,024 columns and "
+        f"{behind.get(8192, nan)} at 8,192."
+        + (
+            f" A single lock, however, reaches only {alone:g} % in this kernel at 1,024 columns "
+            "(in the fold)."
+            if alone < race_share["lock per program", 1024] / 2
+            else ""
+        )
+    ),
+    lab.read(
         "With one tile per program, 64 locks even win at 8,192 columns, by "
-        f"{round(tile_lock) - round(tile_sums)} points; we did not measure why."
-        if tile_lock > tile_sums + 1
-        else ""
+        f"{round(tile_lock) - round(tile_sums)} points. A tile is one row there, and the bytes of "
+        f"its partial sums alone would allow no more than {100 * 6 / 22:.0f} %."
     )
+    if tile_lock > tile_sums + 1
+    else None,
 )
 
 # %%
@@ -1239,23 +1281,21 @@ lab.read(
 lab.together(
     lab.read(
         "When programs hand over once, loading ahead makes the kernel "
-        f"{min(gains):.0f} to {max(gains):.0f} % faster with 64 locks and with partial sums. With "
-        f"a single lock, it reaches only {alone:.0f} % of a copy."
+        f"{min(gains):.0f} to {max(gains):.0f} % faster with 64 locks and with partial sums."
     )
     if change
     else None,
     lab.table(
         changes.rows,
-        "bfloat16, 1,024 columns, % of a copy; timed separately, so a number can differ from "
-        f"the figure's by a few points, on {gpu}",
+        "bfloat16, 1,024 columns, % of a copy; timed apart from the figure, so that numbers can "
+        f"differ by a few points, on {gpu}",
     )
     if changes.rows
     else None,
     lab.listing(
         {
-            "The kernel for whole rows, which takes several short rows at once. UNIT, which "
-            "divides the length of a row, tells the compiler how many numbers a thread may load "
-            "at once": row_bwd_kernel,
+            "The kernel for whole rows. UNIT, which divides the length of a row, tells the "
+            "compiler how many numbers a thread may load at once": row_bwd_kernel,
             "How it hands over its sums: without a lock, locks_ptr is None": hand_over,
             "The means from both sums of a row, which two_sums computes in one reduction. In a row "
             "of equal and huge numbers, the padding would make c1 NaN, where it is 0": (
@@ -1263,8 +1303,9 @@ lab.together(
             ),
             "The function that autograd calls, which computes only the gradients requested. "
             "PyTorch's dispatcher knows the kernels as one operator, so torch.compile treats them "
-            "as one node of its graph. PyTorch's own operations compute gradients of gradients, "
-            "which are rare": gradient,
+            "as one node of its graph. PyTorch's own operations compute gradients of gradients": (
+                gradient
+            ),
         }
     ),
 )
@@ -1274,8 +1315,8 @@ lab.together(
 # ------------
 #
 # We compare all gradients with float64. Their error may be at most twice PyTorch's own or one unit
-# in the last place (:term:`ulp`), whichever is larger. In float32 we allow up to eight times
-# PyTorch's error; the fold says why.
+# in the last place (:term:`ulp`), whichever is larger. In float32, we allow up to four times as
+# much; the fold says why.
 
 
 # Measuring
@@ -1341,13 +1382,13 @@ lab.read(f"{first[:1].upper()}{first[1:].rstrip('.')}.")
 # Folded: All checks, and those with a lock
 lab.together(
     lab.read(
-        "In float32, `dx` may have four times PyTorch's error, because the hardware's reciprocal "
-        "square root may be off by two units in the last place. `dw` and `db` may have eight "
-        "times PyTorch's error, since the error of a sum over many rows depends on its order."
+        "In float32, the limit for `dx` is doubled, because the hardware's reciprocal square root "
+        "may be off by two ulps. That for `dw` and `db` is four times as wide, since the error of "
+        "a sum over many rows depends on its order."
     ),
     lab.read(
-        "The public function does not offer the lock, so its check calls the layer below. This "
-        "check allows `dx` the same error as `dw` and `db`."
+        "The public function does not offer the lock, so its check calls the function below it. "
+        "This check allows `dx` the same error as `dw` and `db`."
     ),
     right,
     both_right,
@@ -1358,8 +1399,8 @@ lab.together(
 # ---------------
 #
 # We time the whole backward pass against ``F.layer_norm``, eager and compiled, and against Liger
-# and quack, two libraries of open-source kernels, on 32,768 rows, or fewer where these would hold
-# more than :math:`2^{27}` numbers. Host time is excluded throughout.
+# and quack, two libraries of open-source kernels. There are 32,768 rows, or fewer where these would
+# hold more than :math:`2^{27}` numbers. Host time is excluded throughout.
 
 
 # Measuring
@@ -1451,24 +1492,24 @@ leads = all(
     ours > backward.best_peer(**in_dtypes[0], columns=n)[1]
     for n, ours in in_bfloat16.items()
 )
-lab.read(
-    (
-        f"On {gpu}, in bfloat16, the kernel is the fastest at every width, at "
+lab.together(
+    lab.read(
+        f"On {gpu}, in bfloat16, `layer_norm` is the fastest at every width, at "
         f"{100 * min(in_bfloat16.values()):.0f} % to {100 * max(in_bfloat16.values()):.0f} % of a "
-        "copy. "
+        "copy."
         if leads
-        else f"{backward.summary(**in_dtypes[0])} "
-    )
-    + (
-        "At 1,024 columns, where the separate operations reach "
-        f"{100 * race.share('simple_backward', columns=1024):.0f} %, `F.layer_norm` reaches "
-        f"{narrow_peers['PyTorch']:.0f} %, compiled {narrow_peers['torch.compile']:.0f} %. "
-    )
-    + (
-        f"{'. '.join(each)}; elsewhere, no library is ahead by more than 1 point."
+        else backward.summary(**in_dtypes[0])
+    ),
+    lab.read(
+        "At 1,024 columns, the separate operations reach "
+        f"{100 * race.share('simple_backward', columns=1024):.0f} %, `F.layer_norm` "
+        f"{narrow_peers['PyTorch']:.0f} % and compiled {narrow_peers['torch.compile']:.0f} %."
+    ),
+    lab.read(
+        f"{'. '.join(each)}. Elsewhere, no library is ahead by more than 1 %."
         if losses
         else "In neither bfloat16 nor float32 is a library ahead by more than 1 %."
-    )
+    ),
 )
 
 # %%
@@ -1477,12 +1518,14 @@ lab.read(
 lab.together(
     lab.plot(backward, "Backward, float32", share=True, where={"dtype": "float32"}),
     lab.read(
-        f"In float32, the kernel reaches {min(in_float32):.0f} % to {max(in_float32):.0f} % of a "
-        "copy. We call all of them through autograd, except quack, whose backward kernels we call "
-        "directly, with a float32 weight. A copy moves two numbers per element, the backward pass "
-        "three."
+        f"In float32, `layer_norm` reaches {min(in_float32):.0f} % to {max(in_float32):.0f} % of "
+        "a copy. We call all of them through autograd, except quack, whose backward kernels we "
+        "call directly, with a float32 weight. A copy moves two numbers per element, the backward "
+        "pass three."
     ),
 )
+
+# %%
 
 
 # Measuring
@@ -1512,24 +1555,56 @@ cut = lab.measure("Hidden sizes in pieces", hidden_sizes)
 # %%
 
 # Folded: Hidden sizes that are no powers of two
-without, with_pieces = (
-    [row[f"{name} pieces, % of a copy"] for row in cut.rows]
-    for name in ("without", "with")
+blocks, packs = (
+    [row for row in cut.rows if (row["columns"] > tuned.BWD_ROW_COLS) == wide]
+    for wide in (False, True)
 )
+
+
+def from_to(rows, name):
+    reached = [row[f"{name} pieces, % of a copy"] for row in rows]
+    return f"{min(reached)} to {max(reached)} %" if len(rows) > 1 else f"{reached[0]} %"
+
+
 lab.together(
     lab.read(
-        "A block must be a power of two, so a row of 1,280 columns would take one of 2,048. As in "
-        "the :doc:`forward pass </chapters/layer_norm>`, such a row is cut into pieces, and so are "
-        "the sums that a program keeps. "
-        + (
-            f"On {gpu} that takes the speed in bfloat16 from {min(without)} to {max(without)} % of "
-            f"a copy to {min(with_pieces)} to {max(with_pieces)} %. "
-            if cut.rows
-            else ""
-        )
-        + "Without pieces, several programs share a row of 12,288 columns; with them, it is packed."
+        "A block must be a power of two, so a row of 1,280 columns would take one of 2,048. A row "
+        "of 16-bit numbers is therefore cut into pieces, as in the forward pass, if it makes "
+        f"{' or '.join(map(str, tuned.BWD_PIECES))} of at least {2 * tuned.PIECE_COLS} columns. "
+        "The sums of a program are cut in the same way."
     ),
-    lab.table(cut.rows, f"Backward, bfloat16, on {gpu}") if cut.rows else None,
+    lab.read(
+        f"Rows of {blocks[0]['columns']:,} to {blocks[-1]['columns']:,} columns reach "
+        f"{from_to(blocks, 'without')} of a copy in one block, and {from_to(blocks, 'with')} in "
+        "pieces."
+    )
+    if blocks
+    else None,
+    lab.read(
+        f"A row of {packs[0]['columns']:,} columns is too wide for one block. Without pieces, "
+        f"several programs share it ({from_to(packs, 'without')}). In pieces, one program holds "
+        f"it, with two numbers to a register ({from_to(packs, 'with')})."
+    )
+    if packs
+    else None,
+    lab.table(
+        [
+            {
+                "columns": f"{row['columns']:,}",
+                "pieces": row["pieces"],
+                "without pieces": row["without pieces, % of a copy"],
+                "with pieces": row["with pieces, % of a copy"],
+            }
+            for row in cut.rows
+        ],
+        f"Backward, bfloat16, in % of a copy, on {gpu}",
+    )
+    if cut.rows
+    else None,
+    lab.read(
+        "In the kernel, `terms` computes `xhat` and `wdy` of a piece. `where_piece` says which of "
+        "its columns lie inside the row."
+    ),
     lab.source(pieces_bwd_kernel),
 )
 
@@ -1590,12 +1665,12 @@ lab.read(
 #
 # - *whole* up to 8,192 columns: one program holds it beside its sums;
 # - *packed* in 16 bits at 12,288 and 16,384 columns: the same, with two numbers to a register;
-# - *shared* otherwise: it is split over a *group* of programs (32,768 columns of bfloat16 over 16),
-#   which exchange their shares of ``c1`` and ``c2`` through *slots* in memory, as in
-#   :doc:`/chapters/softmax`, and wait for each other.
+# - *shared* otherwise, up to 262,144 columns: it is split over a *group* of programs (32,768
+#   columns of bfloat16 over 16). These exchange their shares of ``c1`` and ``c2`` through *slots*
+#   in memory, as in :doc:`/chapters/softmax`, and wait for each other.
 #
-# In the last line of the table, the shared rows' kernel runs on rows of 2,048 columns: each part is
-# a row by itself, and no program waits.
+# In the last line of the table, the shared rows' kernel runs on rows of 2,048 columns. Each part is
+# then a row by itself, and no program waits for another.
 
 # %%
 
@@ -1621,8 +1696,7 @@ lab.table(
         for place, row in enumerate(changed_rows)
         if place in (0, 1, 2, 5, 6)
     ],
-    f"How far ahead an SM loads, and the speed, on {gpu}; timed separately, without the second "
-    "kernel",
+    f"How far ahead an SM loads, and the speed of the first kernel alone, bfloat16, on {gpu}",
 ) if ahead.rows else ahead
 
 # %%
@@ -1630,47 +1704,41 @@ lab.table(
 
 # Reading
 def ahead_said():
-    said = f"Loading nothing ahead costs whole rows {three - none:.0f} points"
-    said += (
-        f", which could explain the {three - packed:.0f} points that packed rows lose. "
+    said = f"Whole rows lose {three - none:.0f} points if nothing is loaded ahead"
+    yield (
+        f"{said}. That could explain the {three - packed:.0f} points that packed rows are behind."
         if none <= packed
-        else f"; packed rows, which load nothing ahead either, are {three - packed:.0f} behind. "
+        else f"{said}; packed rows, which load nothing ahead either, are {three - packed:.0f} "
+        "points behind."
     )
     if none > four:
-        said += "But shared rows are slower still, although they load ahead. "
-    said += (
-        f"Waiting costs up to {alone - four:.0f} points: parts as rows reach {alone:.0f} %."
-        if waiting
-        else "We find no sign that waiting is the cause: parts as rows are "
-        f"{'no' if alone <= four else 'hardly'} faster. The cause remains open."
-    )
-    return said
-
-
-lab.read(ahead_said()) if ahead.rows else None
-
-# %%
-
-
-# Reading
-def sharing_said():
-    said = ""
+        yield (
+            "Shared rows are slower still, although they load ahead. "
+            + (
+                f"Waiting costs up to {alone - four:.0f} points, because parts as rows reach "
+                f"{alone:.0f} %."
+                if waiting
+                else "We find no sign that waiting is the cause, because parts as rows are "
+                f"{'no' if alone <= four else 'hardly'} faster. The cause remains open."
+            )
+        )
     if four > single + 10:
-        said = (
-            "Such a kernel needs several programs per SM: with one, shared rows reach "
-            f"{single:.0f} %, with four {four:.0f} %. "
+        yield (
+            f"The shared rows' kernel needs several programs per SM: with one it reaches "
+            f"{single:.0f} %, with four {four:.0f} % (in the fold)."
         )
-    quack = 100 * backward.share("quack", dtype="float32", columns=16384)
-    ours = 100 * backward.share("Kernel Book", dtype="float32", columns=16384)
+    quack, ours = (
+        100 * backward.share(name, dtype="float32", columns=16384)
+        for name in ("quack", "Kernel Book")
+    )
     if quack > ours + 1:
-        said += (
-            f"The GPU allows more: at 16,384 columns in float32, quack reaches {quack:.0f} %, our "
-            f"shared rows {ours:.0f} %."
+        yield (
+            f"The GPU allows more: at 16,384 columns in float32, quack reaches {quack:.0f} %, "
+            f"our shared rows {ours:.0f} %."
         )
-    return said
 
 
-lab.read(sharing_said()) if sharing_said() else None
+lab.together(*map(lab.read, ahead_said())) if ahead.rows else None
 
 # %%
 # .. dropdown:: How we made the programs of a group wait less
@@ -1693,8 +1761,10 @@ lab.read(sharing_said()) if sharing_said() else None
 #    ``parts`` runs from 0 to 31, one number for each thread of a :term:`warp`. In a row of 16
 #    parts, each slot is therefore read twice (``% N_PARTS``) but counted once. With more parts than
 #    a warp has threads, ``LOOKS`` is at least the number of parts and at least ``THREADS``, so that
-#    each thread has its own slots. If a slot stays empty for ``max_polls`` looks, the program
-#    computes all parts itself, a decision on which all its ``THREADS`` have to agree.
+#    each thread has its own slots.
+#
+#    If a slot stays empty for ``max_polls`` looks, the program computes all parts itself. All its
+#    ``THREADS`` have to agree on that.
 
 
 # Measuring
@@ -1720,14 +1790,11 @@ compiled = lab.facts(
 # Folded: The split kernel whole, more programs per SM, and what the compiler made of it
 lab.together(
     lab.source(split_bwd_kernel),
-    lab.table(
-        changed_rows,
-        "All measurements. More programs per SM bring more loads ahead and more active threads, "
-        "two effects that this table does not separate; four programs use up the registers. On "
-        f"{gpu}",
-    )
-    if ahead.rows
-    else None,
+    lab.read(
+        "More programs per SM bring more loads ahead and more active threads. The table does not "
+        "separate these two effects. Four programs use up the registers."
+    ),
+    lab.table(changed_rows, f"All measurements, on {gpu}") if ahead.rows else None,
     compiled,
 )
 
