@@ -1520,9 +1520,9 @@ lab.together(
 # Is it right?
 # ------------
 #
-# We compare the whole, packed and split kernels with a float64 reference in three dtypes, on random
-# rows of mean 0 and, at some lengths, of mean 1,000. We allow twice PyTorch's error, and four times
-# in float32.
+# We compare the kernels for whole rows, pieces, packed and split rows with a float64 reference in
+# three dtypes, on random rows of mean 0 and, at some lengths, of mean 1,000. We allow twice
+# PyTorch's error, and four times in float32.
 
 
 # Measuring
@@ -1543,11 +1543,12 @@ def cases(n_rows, n_cols, dtype, mean=0):
 # Measuring
 shapes = [(1, 127), (9, 129), (33, 1000), (4, 4096)]
 if runtime.INTERPRETED:  # a row in parts, the smallest there is
-    shapes += [(3, 8200)]
+    shapes += [(7, 1100), (3, 8200)]
     far = [(33, 1000), (16, 8200)]
 else:
+    shapes += [(33, 1280), (40, 1100), (20, 3072), (60, 12288)]  # in pieces
     shapes += [(513, 8192), (300, 16384), (300, 32768), (100, 70001), (20, 262144)]
-    far = [(33, 1000), (300, 32768), (20, 262144)]
+    far = [(33, 1000), (33, 1280), (300, 32768), (20, 262144)]
 checks = lab.check(
     "layer_norm",
     [
@@ -1566,6 +1567,7 @@ def equal_at_every_length():
     rows = []
     for kernel, n_rows, n_cols, dtypes in (
         ("whole", 200, 1000, (torch.float32, torch.float16, torch.bfloat16)),
+        ("pieces", 200, 5000, (torch.float32, torch.float16, torch.bfloat16)),
         ("packed", 200, 33000, (torch.float16, torch.bfloat16)),
         ("split", 200, 33000, (torch.float32,)),
         ("split", 20, 200_000, (torch.float32, torch.float16, torch.bfloat16)),

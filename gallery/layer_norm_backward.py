@@ -1354,8 +1354,9 @@ def lock_cases():
 # Measuring
 shapes = [(1, 127), (9, 129), (33, 1000), (4, 4096)]
 if runtime.INTERPRETED:  # a row in parts, the smallest there is
-    shapes += [(3, 8200)]
+    shapes += [(7, 1100), (3, 8200)]
 else:
+    shapes += [(33, 1280), (40, 1100), (20, 3072), (60, 12288)]  # in pieces
     shapes += [(513, 8192), (300, 16384), (300, 32768), (100, 70001), (20, 262144)]
 right = lab.check(
     "layer_norm",

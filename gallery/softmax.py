@@ -1321,12 +1321,15 @@ def cases():
     shapes = (
         ((7, 129), (2, 16401))
         if runtime.INTERPRETED
-        else ((7, 129), (64, 4096), (5, 32768), (9, 70001))
+        else ((7, 129), (64, 4096), (6, 10000), (5, 32768), (9, 70001))
     )
+    torch.manual_seed(0)  # the same numbers, whatever was measured before
     for algorithm in ("row", "three_pass", "online", "online_2d"):
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             for shape in shapes:
-                x = torch.randn(shape, device=runtime.DEVICE).mul(4).to(dtype)
+                # Where one number dominates a row, its gradient is a small difference of large
+                # numbers, and which of two errors is smaller there is luck.
+                x = torch.randn(shape, device=runtime.DEVICE).mul(2).to(dtype)
                 x.requires_grad_()
                 dy = torch.randn_like(x)
                 ours, theirs = softmax(x, algorithm=algorithm), torch.softmax(x, -1)

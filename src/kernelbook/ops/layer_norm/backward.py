@@ -419,7 +419,8 @@ def column_bwd_kernel(
         x = tl.load(x_ptr + row * stride_x + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + row * stride_dy + cols, mask=cols < n_cols, other=0.0)
         dy = dy.to(tl.float32)
-        dw += dy * (x - tl.load(mean_ptr + row)) * tl.load(rstd_ptr + row)
+        xhat = (x - tl.load(mean_ptr + row)) * tl.load(rstd_ptr + row)
+        dw += dy * xhat
         db += dy
     buffer = tl.program_id(1) % n_buffers
     offsets = buffer.to(tl.int64) * n_cols + cols
