@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from kernelbook import attention, lab, reference, runtime
 from kernelbook.ops import ring
 
-lab.start("attention_across_gpus", "kernelbook.ops.ring", on_ranks=True)
+opening = lab.start("attention_across_gpus", "kernelbook.ops.ring", on_ranks=True)
 ranks = lab.ranks_at_work()
 BEGAN = time.perf_counter()
 HEADS, HEAD_DIM, DTYPE = 16, 128, torch.bfloat16
@@ -46,6 +46,7 @@ TINY = "KERNELBOOK_REHEARSAL" in os.environ
 SHRINK = 1024 if TINY else 1
 if TINY:
     HEADS, HEAD_DIM = 4, 16
+opening
 
 # %%
 # The ring

@@ -860,8 +860,8 @@ of_the_operator = lab.listing(
         "No square overflows: deviations above 1.8e19 have infinite squares, which makes rstd 0. "
         f"The small kernel turns −2e19 and 2e19 into {of_small[1]}, the operator into "
         f"{of_operator[1]}. The operator reads such a far row again and multiplies the deviations "
-        "by TINY, 2 to the power of −84, before it squares them. The kernels look for far rows "
-        "only at their end, because looking makes the warps wait": far_rstd,
+        "by TINY, 2 to the power of −84, before it squares them. The kernel for whole rows looks "
+        "for far rows only at its end, because looking makes the warps wait": far_rstd,
     }
 )
 lab.together(
@@ -1473,6 +1473,8 @@ of_hidden = {
     if not hidden.at(columns=n).empty
 }
 gained = {n: of["Kernel Book"] - of["one block"] for n, of in of_hidden.items()}
+longest = HIDDEN[-1]  # which is packed as well
+gained.pop(longest, None)
 most = max(gained, key=gained.get) if gained else HIDDEN[0]
 beaten = [
     f"{name} at {n:,}"
@@ -1497,8 +1499,9 @@ lab.together(
     ),
     lab.read(
         f"Pieces gain most at {most:,} columns: {of_hidden[most]['Kernel Book']:.0f} % of a copy "
-        f"instead of {of_hidden[most]['one block']:.0f}."
-        + (f" Still ahead of them: {', '.join(beaten)}." if beaten else "")
+        f"instead of {of_hidden[most]['one block']:.0f}. A row of {longest:,} is packed as well, "
+        "so not all of its gain is theirs."
+        + (f" Faster still: {', '.join(beaten)}." if beaten else "")
     ),
 ) if of_hidden else None
 
@@ -2202,7 +2205,8 @@ lab.read(
 #
 # A kernel that holds a row on the chip passes over it three times for the price of one read. The
 # variance stays accurate because we compute the mean first and, in float32, correct it. Longer
-# rows stay on the chip packed in pairs or shared by several programs. The gradients, the subject of
+# rows stay on the chip packed in pairs or shared by several programs, and pieces spare a row whose
+# length is no power of two most of its padding. The gradients, the subject of
 # :doc:`/chapters/layer_norm_backward`, also need sums across rows.
 #
 # Exercises

@@ -478,7 +478,7 @@ def test_a_page_that_waits_for_a_gpu_says_what_has_changed(build, tmp_path):
     done = build(SEVERAL_GPUS, old, awaited={"trial": why}, builder="html")
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "out/chapters/trial.html").read_text(encoding="utf-8")
-    assert f"OUT OF DATE: the kernels have changed since. {why}" in page
+    assert f"OUT OF DATE: the code has changed since. {why}" in page
 
 
 def test_a_page_that_waits_for_nothing_stops_the_build(build):

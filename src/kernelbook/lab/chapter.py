@@ -151,7 +151,7 @@ def mark(record: dict, changed: bool = False) -> str:
     return OUT_OF_DATE if record is running().past else OLDER_KERNEL
 
 
-OUT_OF_DATE = "OUT OF DATE: the kernels have changed since."
+OUT_OF_DATE = "OUT OF DATE: the code has changed since."
 OLDER_KERNEL = "Measured with an older kernel."
 
 
