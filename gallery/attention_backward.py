@@ -153,13 +153,18 @@ def needs(version, what):
 
 KEEPS, ALLOCATES = "kept, MiB", "peak in backward, MiB"
 in_all = {name: needs(name, KEEPS) + needs(name, ALLOCATES) for name in VERSIONS}
-lab.read(
-    f"For 16,384 tokens and 16 heads of head_dim 128, the formula keeps "
-    f"{needs('standard attention', KEEPS) / 1024:.0f} GiB for the backward pass, which then "
-    f"allocates another {needs('standard attention', ALLOCATES) / 1024:.0f} GiB. We build "
-    f"two versions: **two sweeps** need {in_all['two sweeps']:.0f} MiB, and **one sweep** needs "
-    f"more, because it sums one gradient in float32. We do not count the inputs and gradients, "
-    f"which every version needs:"
+lab.together(
+    lab.read(
+        f"For 16,384 tokens and 16 heads of head_dim 128, the formula keeps "
+        f"{needs('standard attention', KEEPS) / 1024:.0f} GiB for the backward pass, which then "
+        f"allocates another {needs('standard attention', ALLOCATES) / 1024:.0f} GiB."
+    ),
+    lab.read(
+        f"We build two versions. **Two sweeps** need {in_all['two sweeps']:.0f} MiB. **One sweep** "
+        f"needs {in_all['one sweep'] - in_all['two sweeps']:.0f} MiB more, because it sums one "
+        f"gradient in float32. The figure leaves out the inputs and gradients, which every version "
+        f"needs:"
+    ),
 )
 
 # %%
@@ -227,10 +232,9 @@ lab.draw(
 # Our versions keep only the output and one number per query: ``lse``, the :term:`logsumexp` of the
 # query's scores. From ``lse``, ``q`` and ``k``, the backward pass computes the weights again.
 #
-# **What does that cost?** With scores :math:`S`, weights :math:`P` and output :math:`O`, the
-# forward pass is two matmuls, :math:`S = \sigma Q K^\top` and :math:`O = PV`. The backward pass
-# takes five: two gradients for each of these, and :math:`S` once more. That one matmul in five is
-# the price of not storing the weights.
+# **The price is one matmul in five.** With scores :math:`S`, weights :math:`P` and output
+# :math:`O`, the forward pass is two matmuls, :math:`S = \sigma Q K^\top` and :math:`O = PV`. The
+# backward pass takes five: two gradients for each of these, and :math:`S` once more.
 #
 # The mathematics
 # ---------------
@@ -240,9 +244,11 @@ lab.draw(
 #
 # **An example.** One query sees three keys with weights 0.5, 0.3 and 0.2, and head_dim is 1. The
 # values are 4, 1 and 1, so the output is their weighted mean, 2.5. If the gradient of the output is
-# 1, the gradient of each weight is the value it multiplies. However, the weights sum to 1: one can
-# grow only if others shrink, and a higher score raises the output only if its value is *above the
-# mean*. The gradient of a score is its weight times the excess of its value over 2.5:
+# 1, the gradient of each weight is the value it multiplies.
+#
+# However, the weights sum to 1, so one can grow only if others shrink. A higher score therefore
+# raises the output only if its value is *above the mean*. The gradient of a score is its weight
+# times the excess of its value over 2.5:
 
 
 weights, values = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([4.0, 1.0, 1.0])
@@ -472,9 +478,9 @@ lab.together(
 #
 # **Two sweeps.** In the first sweep, a program owns a tile of keys, loops over tiles of queries,
 # and keeps ``dk`` and ``dv`` in :term:`registers <register>`, since no other program adds to them.
-# In the second, a program owns a tile of queries with its ``dq`` and loops over tiles of keys. In
-# the animation, one program processes a *column* on the left or a *row* on the right, and all
-# programs of a sweep advance together:
+# In the second, a program owns a tile of queries with its ``dq`` and loops over tiles of keys.
+#
+# In the animation, one program processes a *column* on the left or a *row* on the right:
 #
 # .. animation:: two_sweeps
 #
@@ -486,11 +492,9 @@ lab.together(
 # tile.
 #
 # .. image:: /figures/attention-backward-shared-sum.svg
-#    :alt: Five programs, each with its column of tiles, from the diagonal down; those on the
-#          diagonal have a stroke. Below each column are its own dk and dv, to which nobody else
-#          adds. On the right lies dq in float32 in memory. The last row of tiles is lit: it has a
-#          tile of each of the five programs, and a bracket around all of it leads to the last tile
-#          of dq, to which all five add, in any order.
+#    :alt: Five programs, each with a column of tiles from the diagonal down, and its own dk and dv
+#          below. The last row has a tile of each program. All five add to the last tile of dq,
+#          which is in memory in float32, in any order.
 #
 # This takes only five matmuls per tile. However, the additions have to be :term:`atomic` and happen
 # in no fixed order, so the last bits of ``dq`` differ between runs. Which is faster, two extra
@@ -574,7 +578,8 @@ lab.source(smallest.dkdv_kernel, "sweep", "write")
 # **4. Process one tile.** For ``BLOCK_M`` queries from ``start`` on, ``add_queries`` loads the rows
 # of ``q`` and ``do`` together with ``lse`` and ``delta``, and computes the weights by step 6. The
 # suffix ``_t`` stands for *transposed*: keys are rows, as in :math:`P^\top` and :math:`dS^\top` of
-# steps 1 and 5. ``"ieee"`` keeps the :term:`matrix unit` from rounding float32 to :term:`TF32`:
+# steps 1 and 5. ``"ieee"`` asks for full float32, which Triton would otherwise round to
+# :term:`TF32` for the :term:`matrix unit`:
 
 lab.source(smallest.add_queries, "queries", "weights")
 
@@ -705,10 +710,10 @@ pairs = [(row, column) for row in range(8) for column in range(8)]
 stay = sum(holder(*pair) == holder(*pair[::-1]) for pair in pairs)
 lab.sketch(
     "Which thread holds each element of the left operand",
-    f"Two blocks of 8 by 8 elements, each with the number of the thread that holds it. Left, as a "
-    f"matmul leaves them: thread 0 has the first two elements of the first row, and so on up to "
-    f"thread 31. This is how a left operand has to be distributed. Right, transposed: {stay} "
-    f"elements are where they have to be, and {len(pairs) - stay} belong to another thread.",
+    f"Two blocks of 8 by 8 elements with the number of the thread that holds each. Left, as a "
+    f"matmul leaves them and a left operand needs them: thread 0 has the first two of the first "
+    f"row, and so on to thread 31. Right, transposed: {stay} elements stay with their thread, and "
+    f"{len(pairs) - stay} belong to another.",
     blocks,
     panels=2,
     height=3.3,
@@ -717,13 +722,15 @@ direct, detour = ways.rows if ways.rows else 2 * [{}]
 slower = detour.get("µs", nan) / direct.get("µs", nan)
 lab.together(
     lab.read(
-        f"In 16 bits, Hopper's matrix unit can take its left operand from registers, provided the "
-        f"threads hold it in the layout in which a matmul leaves its result. `Pᵀ`, the left "
-        f"operand of `dV = Pᵀ dO`, already has this layout and needs no trip through shared "
-        f"memory. We compare this with a kernel that also computes `dv` alone, but transposes `P` "
-        f"on the way. It contains {detour.get('stmatrix', nan)} `stmatrix` instructions, which "
-        f"store to shared memory, where ours has {direct.get('stmatrix', nan)}, and takes "
-        f"{slower:.2f} times as long."
+        "In 16 bits, Hopper's matrix unit can take its left operand from registers if the threads "
+        "hold it in the layout in which a matmul leaves its result. `Pᵀ`, the left operand of "
+        "`dV = Pᵀ dO`, already has this layout and needs no trip through shared memory."
+    ),
+    lab.read(
+        f"We compare two kernels that compute `dv` alone. The one that computes `S` and then "
+        f"transposes `P` takes {slower:.2f} times as long. It contains "
+        f"{detour.get('stmatrix', nan)} `stmatrix` instructions, which store to shared memory; the "
+        f"other has {direct.get('stmatrix', nan)}."
     ),
     ways,
 )
@@ -789,10 +796,10 @@ lab.read(
 # %%
 # **One sweep** is the first sweep with a fifth matmul, :math:`dQ = dS\, K`, at the end of its loop.
 # This matmul takes :math:`dS` with queries as rows, so ``ds_t`` is transposed after all. Through a
-# :term:`descriptor`, a single instruction then adds the whole tile to the sums in memory. There,
-# ``row`` numbers the head, each head has ``padded_q`` rows, and ``start_m`` is the tile's first
-# query. These lines come from the package, which leaves ``k`` unscaled, so the host scales ``dq``
-# at the end:
+# :term:`descriptor`, a single instruction then adds the whole tile to the sums in memory.
+#
+# In these lines of the package, ``row`` numbers the head, each head has ``padded_q`` rows, and
+# ``start_m`` is the tile's first query. The host scales ``dq`` at the end:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #    :language: python
@@ -820,9 +827,9 @@ lab.read(
 #    has one row per head, padded to ``padded_q`` numbers; ``load_row`` reads a tile of its row
 #    ``row``, through a descriptor where ``DESCRIBED`` says so. ``scale_log2`` is :math:`\sigma
 #    \log_2 e`, and ``lse`` is kept in base 2, so a weight is :math:`2^{\,s_j \log_2 e \,-\,
-#    \mathrm{lse} \log_2 e}`. ``PRECISION`` keeps the matrix unit from rounding float32 to TF32. For
-#    each key, ``first_seeing`` holds the first query that sees it. ``delta`` is loaded before the
-#    matmul for ``dv`` begins, so that no wait for a load comes between matmuls.
+#    \mathrm{lse} \log_2 e}`. ``PRECISION`` keeps float32 from being rounded to TF32. For each key,
+#    ``first_seeing`` holds the first query that sees it. ``delta`` is loaded before the matmul for
+#    ``dv`` begins, so that no wait for a load comes between matmuls.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #       :language: python
@@ -834,12 +841,15 @@ lab.read(
 #
 #    **The first sweep, and one sweep.** ``place`` assigns each program a tile and a head. Programs
 #    with the most work start first, so that no long one is left running at the end; in a causal
-#    sweep, these own the *first* keys, which the most queries see. Queries from ``first`` to
-#    ``whole`` do not see every key of the tile and are masked, while those from ``whole`` to
-#    ``cut`` see all of them. With a causal mask, ``cut`` equals ``end``; a window that also ends on
-#    the left adds a third range. Keys past the end are loaded as zeros. For ``dk`` and ``dv`` they
-#    need no mask, because each affects only its own row, which is never stored. In ``dq`` they
-#    would contribute to rows that count, so one sweep has to mask them.
+#    sweep, these own the *first* keys, which the most queries see.
+#
+#    Queries from ``first`` to ``whole`` do not see every key of the tile and are masked. Those from
+#    ``whole`` to ``cut`` see all of them. With a causal mask, ``cut`` equals ``end``; a window that
+#    also ends on the left adds a third range.
+#
+#    Keys past the end are loaded as zeros. For ``dk`` and ``dv`` they need no mask, because each
+#    affects only its own row, which is never stored. In ``dq`` they would contribute to rows that
+#    count, so one sweep has to mask them.
 #
 #    .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #       :language: python
@@ -997,19 +1007,23 @@ runs = {
     )
 }
 (where, first), (_, second), (_, third) = runs.values()
-worst = max(row["error"] / row["tolerance"] for row in first)
+used, used_there = (
+    max(row["error"] / row["tolerance"] for row in found)
+    for found in (first, [*second, *third])
+)
 lab.read(
     f"With and without a mask, both versions pass all {len(first)} checks in three dtypes {where}, "
-    f"using at most {worst:.2f} of the allowed error. They also pass all "
-    f"{len(second) + len(third)} checks of awkward cases, among them lengths that no tile divides, "
-    f"heads that share keys, queries that see no key, and a gradient for `lse`."
+    f"using at most {used:.2f} of the allowed error. They also pass all "
+    f"{len(second) + len(third)} checks of awkward cases, using at most {used_there:.2f} of it. "
+    f"Among these are lengths that no tile divides, heads that share keys, queries that see no "
+    f"key, and a gradient for `lse`."
 )
 
 # %%
 # **No tile is visited in vain.** NaN serves as a dye, because it spreads through every matmul, even
-# when multiplied by zero. If one tile of ``do`` is NaN, each program of the first sweep that reads
-# it writes NaN to its ``dv``, even if it masks the tile. In the second sweep, a tile of ``v`` dyes
-# ``dq`` in the same way.
+# when multiplied by zero. We set one tile of ``do`` to NaN. Each program of the first sweep that
+# reads it writes NaN to its ``dv``, even if it masks the tile. In the second sweep, a tile of ``v``
+# dyes ``dq`` in the same way.
 
 
 # Measuring
@@ -1094,12 +1108,12 @@ def dyed(*panels):
 causal = {row["sweep"]: row for row in rows if row["mask"] == "causal"}
 lab.sketch(
     "The tiles that dyed a gradient, under a causal mask",
-    "Two squares of tiles with the diagonal in blue, one for each sweep. "
-    + " ".join(
-        f"For {name[-2:]}, {row['visited']} of {row['tiles']} tiles are dyed: those on and below "
-        f"the diagonal."
+    "Two squares of tiles, one for each sweep. The tiles on and below the diagonal are dyed: "
+    + " and ".join(
+        f"{row['visited']} of {row['tiles']} for {name[-2:]}"
         for name, row in causal.items()
-    ),
+    )
+    + ".",
     dyed,
     panels=2,
     height=3.2,
@@ -1119,7 +1133,8 @@ lab.read(
         if in_first == in_second
         else f"The first sweep visits {in_first}, and the second {in_second}"
     )
-    + ": exactly those in which some query sees a key."
+    + (" in Triton's interpreter" if runtime.INTERPRETED else "")
+    + ", exactly those in which some query sees a key."
 )
 
 
@@ -1152,23 +1167,25 @@ repeated = lab.measure("In how many of 99 causal runs a gradient differs", runs_
 
 # Reading
 unlike = {row["version"]: row for row in repeated.rows}
-in_two, in_one = (
-    unlike.get(name, {}).get("dq", nan) for name in ("two sweeps", "one sweep")
+in_two, in_one, most = (
+    unlike.get(name, {}).get(what, nan)
+    for name, what in (
+        ("two sweeps", "dq"),
+        ("one sweep", "dq"),
+        ("one sweep", "elements of dq, %"),
+    )
 )
 every = "all 99" if in_one == 99 else f"{in_one:.0f} of them"
 lab.read(
     (
-        "**Two sweeps give the same bits in every run.** "
+        "**Two sweeps give the same bits in every run.** When we repeat a causal run 99 times, "
+        "`dq` never differs, because each sum belongs to one program, which adds its tiles in "
+        "order. "
         if in_two == 0
-        else "**Do all runs give the same bits?** "
+        else f"**Do all runs give the same bits?** When we repeat a causal run 99 times, `dq` "
+        f"differs in {in_two:.0f} of the repeats. "
     )
-    + (
-        "When we repeat a causal run 99 times, `dq` never differs: each sum belongs to one "
-        "program, which adds its tiles in order. "
-        if in_two == 0
-        else f"When we repeat a causal run 99 times, `dq` differs in {in_two:.0f} of the repeats. "
-    )
-    + f"With one sweep, it differs in {every}."
+    + f"With one sweep, it differs in {every}, though in at most {most:.4f} % of its elements."
 )
 
 # %%
@@ -1190,8 +1207,6 @@ lab.together(
 # %%
 # How fast is it?
 # ---------------
-#
-# Which is faster, two sweeps or one?
 
 # Measuring
 machine = lab.measure("Peak speed of a matmul and of a copy, bfloat16", balance)
@@ -1259,7 +1274,7 @@ ladder = lab.bench(
 
 # %%
 
-# Reading
+# Measuring
 MASKS = ("full", "causal")
 share = {
     (name, mask): 100 * ladder.share(name, mask=mask)
@@ -1269,32 +1284,23 @@ share = {
 gain = [
     share["Kernel Book", mask] / share["Kernel Book, one sweep", mask] for mask in MASKS
 ]
-lab.read(
-    (
-        "**In plain Triton, two sweeps win,** although they execute two more matmuls per tile: "
-        if min(gain) > 1.01
-        else "**Two sweeps do not always win:** "
-    )
-    + f"they are {gain[0]:.2f} times as fast as one without a mask, and {gain[1]:.2f} times under "
-    f"a causal mask."
-)
-
 # %%
 
 # Reading
 at_best = machine.rows[0] if machine.rows else {}
 intensity = 5 * 2 * 1024 * 1024 * 128 / (8 * 1024 * 128 * 2)
 lab.read(
-    f"Arithmetic limits the backward pass, because even at 1,024 tokens it performs "
-    f"{intensity:.0f} floating-point operations (FLOPs) per byte, more than the "
-    f"{at_best.get('FLOPs per byte', nan):.0f} that the GPU can execute while it moves one."
+    f"**Arithmetic sets the limit.** If each input is read once and each gradient written once, "
+    f"the backward pass performs {intensity:.0f} floating-point operations (FLOPs) per byte at "
+    f"1,024 tokens, or half of that under a causal mask. The GPU can execute only "
+    f"{at_best.get('FLOPs per byte', nan):.0f} while it moves one byte."
 )
 
 # %%
 # In the figure, 100 is therefore the :term:`limit` of arithmetic, the speed of multiplying two
 # matrices of 8,192 by 8,192. We time only the backward pass and credit every version with five
 # matmuls, or half of that under a causal mask. Two sweeps execute seven, so they can reach at most
-# :math:`5/7`. *Tiled PyTorch* is the loop over tiles from above:
+# :math:`5/7`. *Tiled PyTorch* is the loop over tiles from above, in tiles of 512 by 512:
 
 
 # Drawing
@@ -1362,6 +1368,19 @@ lab.draw(
 
 # %%
 
+# Reading
+lab.read(
+    (
+        "**In plain Triton, two sweeps win,** although they execute two more matmuls per tile. "
+        if min(gain) > 1.01
+        else "**Two sweeps do not always win.** "
+    )
+    + f"They are {gain[0]:.2f} times as fast as one sweep without a mask, and {gain[1]:.2f} times "
+    f"under a causal mask."
+)
+
+# %%
+
 
 # Measuring
 def providers(seqlen, batch, heads, head_dim, mask, causal, dtype):
@@ -1400,21 +1419,9 @@ measured = [
 skipping = ladder.milliseconds_at("all tiles", mask="causal")
 skipping /= ladder.milliseconds_at("Kernel Book", mask="causal")
 
-
-def order(sweep):
-    """The rungs with each mask, from slow to fast."""
-    return [sorted(RUNGS, key=lambda r: sweep.share(r, mask=m)) for m in MASKS]
-
-
-alike = [
-    other.provenance["gpu"].split()[1]
-    for other in ladder.elsewhere
-    if order(other) == order(ladder)
-]
 lab.read(
-    f"**Skip the tiles that no query sees:** under a causal mask, two sweeps take {skipping:.2f} "
+    f"**Skip the tiles that no query sees.** Under a causal mask, two sweeps take {skipping:.2f} "
     f"times as long if they visit every tile."
-    + "".join(f" The versions rank the same on an {gpu}." for gpu in alike)
 )
 
 # %%
@@ -1431,24 +1438,32 @@ by_compiler = {
 near = {name: abs(took[name, "full"] / by_compiler["full"] - 1) for name in measured}
 twin = min(near, key=near.get, default="none")
 compiled, full = (share[name, "full"] for name in ("torch.compile", "Kernel Book"))
-lab.read(
-    (
-        "**Without a mask, the compiled formula beats both versions.** "
-        if compiled > 1.01 * full
-        else ""
+agree = near.get(twin, nan) < 0.02 and 2 * share["torch.compile", "causal"] < min(
+    compiled, share["Kernel Book", "causal"]
+)
+lab.together(
+    lab.read(
+        (
+            "**Without a mask, the compiled formula beats both versions.** "
+            if compiled > 1.01 * full
+            else ""
+        )
+        + "Where `torch.compile` recognises attention, it calls PyTorch's fused attention instead, "
+        "`scaled_dot_product_attention` (SDPA). "
+        + (
+            f"The times agree with this: {by_compiler['full']:.2f} ms for the compiled formula, "
+            f"and {took[twin, 'full']:.2f} ms for {twin}."
+            if agree
+            else ""
+        )
+    ),
+    lab.read(
+        f"Under a causal mask, the compiled formula takes "
+        f"{by_compiler['causal'] / took[twin, 'causal']:.1f} times as long as {twin}. Apparently, "
+        f"the compiler does not recognise the formula with a mask."
     )
-    + "`torch.compile` replaces attention, where it recognises it, with PyTorch's fused attention, "
-    "`scaled_dot_product_attention` (SDPA). "
-    + (
-        f"The times agree with this: {by_compiler['full']:.2f} ms, and {took[twin, 'full']:.2f} ms "
-        f"for {twin}. Under a causal mask, the compiled formula takes "
-        f"{by_compiler['causal'] / took[twin, 'causal']:.1f} times as long as {twin}, so the "
-        f"compiler apparently does not recognise it there."
-        if near.get(twin, nan) < 0.02
-        and 2 * share["torch.compile", "causal"]
-        < min(compiled, share["Kernel Book", "causal"])
-        else ""
-    )
+    if agree
+    else None,
 )
 
 # %%
@@ -1510,8 +1525,8 @@ ratios = [  # of the fastest library to us
 ]
 lab.read(
     (
-        f"**The best library is up to {max(ratios):.2f} times as fast as two sweeps.** Across "
-        f"{len(all_rates)} points (three lengths, two head_dims, both masks), two sweeps lose "
+        f"**The best library is up to {max(ratios):.2f} times as fast as two sweeps.** We timed "
+        f"{len(all_rates)} points: three lengths, two head_dims, both masks. Two sweeps lose "
         f"{' and '.join(map(how_often, losses))}. "
         if losses
         else ""
@@ -1563,10 +1578,12 @@ in_figure = backward.rate("Kernel Book", seqlen=4096, head_dim=128, mask="causal
 fixed_wins = not unlike.get(FIXED, 1) and speed[FIXED] > 1.01 * max(
     in_figure, speed["Kernel Book"]
 )
+steady = [n for n in LIBRARIES if unlike.get(n) == 0]
 lab.read(
-    f"**FlashAttention can also repeat its bits.** Its deterministic mode returned the same `dq` "
-    f"in all 20 runs and is {speed[FIXED] / speed['Kernel Book']:.2f} times as fast as two sweeps, "
-    f"timed in the same loop (4,096 tokens, causal)."
+    f"**Libraries can repeat their bits too.** {' and '.join([*steady, 'FlashAttention'])} in its "
+    f"deterministic mode returned the same `dq` in all 20 runs (4,096 tokens, causal). In this "
+    f"mode, FlashAttention is {speed[FIXED] / speed['Kernel Book']:.2f} times as fast as two "
+    f"sweeps, timed in the same loop."
     if fixed_wins
     else "**Which libraries give the same bits in every run?** The table below shows it."
 )
@@ -1605,6 +1622,10 @@ lab.together(
     ),
     machine,
     lab.table(speeds, "TFLOP/s at 16,384 tokens"),
+    lab.read(
+        "The speeds of the next table come from a loop of their own, so compare them only with "
+        "each other:"
+    ),
     others,
 )
 
@@ -1612,10 +1633,10 @@ lab.together(
 # Why one sweep loses here
 # ------------------------
 #
-# One sweep executes fewer matmuls and yet takes longer. Where does it lose the time? We time ``dk``
-# and ``dv`` alone, in the tiles of each version. What a full run of one sweep takes beyond that, we
-# count as ``dq``. If ``dq`` cost only a fifth matmul, as fast as the other four, one sweep would
-# end at the dashed line:
+# One sweep executes fewer matmuls and yet takes longer. To see where the time goes, we run ``dk``
+# and ``dv`` alone, with the settings of each version. What a full run of one sweep takes beyond
+# that, we count as ``dq``. If ``dq`` cost only a fifth matmul, as fast as the other four, one sweep
+# would end at the dashed line:
 
 
 # Measuring
@@ -1709,21 +1730,37 @@ whole = took.get(("dk, dv, dq", "all"), nan)
 adding, fifth = whole - one, round(one / 4, 1)
 saved = took.get(("dq", "dq"), nan)
 together = backward.milliseconds_at("Kernel Book", **SIZE)
-added, gigabytes = {}, {}
+# By head_dim: what one sweep adds to dq, and its milliseconds
+gigabytes, swept_in = {}, {}
 for head_dim in (64, 128):
     tile = tuned.HOPPER["all", head_dim, 2]
     if not runtime.INTERPRETED:
         like = torch.empty(1, 1, 1, head_dim, device=runtime.DEVICE).bfloat16()
         tile = tuned.backward_config("all", like)
-    point = measured_at(16384, head_dims=(head_dim,))[0]
     gigabytes[head_dim] = 4 * 2048 * 16384 * (16384 // tile.block_n) / 1e9
-    added[head_dim] = gigabytes[head_dim] / backward.milliseconds_at(
-        "Kernel Book, one sweep", **point
+    swept_in[head_dim] = backward.milliseconds_at(
+        "Kernel Book, one sweep", **(SIZE | {"head_dim": head_dim})
     )
-at_that_rate = round(gigabytes[128] / added[64], 1)
 at_once = one + fifth
 spilling = [row["case"] for row in facts.rows if row["spills"]]
-in_turn = at_once + at_that_rate
+SM = {"registers": 65_536, "shared memory": 228 * 1024}  # of Hopper
+if not runtime.INTERPRETED:
+    gpu = torch.cuda.get_device_properties(runtime.DEVICE)
+    SM["shared memory"] = gpu.shared_memory_per_multiprocessor
+
+
+def room(row):
+    """What a program takes of an SM, as shares, and how many programs fit."""
+    registers = -(-row["registers"] // 8) * 8 * 32 * row["warps"]  # given out by eights
+    shared = row["shared_bytes"] + 1024  # of which the system keeps 1 KiB
+    shares = registers / SM["registers"], shared / SM["shared memory"]
+    return dict(zip(SM, shares, strict=True)), int(1 / max(shares))
+
+
+fits = {(row["case"], row["kernel"]): room(row)[1] for row in facts.rows}
+small, large = (
+    fits.get((f"head_dim {d}, one sweep", "dkdv_kernel"), nan) for d in (64, 128)
+)
 
 # %%
 
@@ -1793,22 +1830,22 @@ lab.draw(
 # Reading
 lost = whole - two - saved
 lab.read(
-    f"**{'Most of the loss is' if 2 * (adding - saved) > lost else 'Part of the loss is'} in dq:** "
-    f"{adding - saved:.1f} of the {lost:.1f} ms that one sweep loses. Besides its fifth matmul, it "
+    f"**{'Most of the loss is' if 2 * (adding - saved) > lost else 'Part of the loss is'} in dq.** "
+    f"One sweep spends {adding:.1f} ms on it, and the second of two sweeps {saved:.1f}. The "
+    f"difference is {adding - saved:.1f} of the {lost:.1f} ms that one sweep loses."
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"**The fifth matmul is not the reason.** With that matmul alone, one sweep would take "
+    f"{at_once:.1f} ms, against {two + saved:.1f} for two sweeps. However, it also transposes "
+    f"`ds_t` and adds `dq` in memory"
     + (
-        "transposes `ds_t`, adds `dq` in memory and, alone among these kernels, spills registers."
+        ". Compiled for a causal mask, it is also the only kernel in the table folded below that "
+        "spills registers."
         if spilling == ["head_dim 128, one sweep"]
-        else "transposes `ds_t` and adds `dq` in memory."
-    )
-    + (
-        " If that matmul were the only cost, one sweep would win, as the dashed line shows."
-        if at_once < min(two + saved, together)
-        else ""
-    )
-    + " None of our runs separates the other costs"
-    + (
-        ", but the estimate folded below points to the additions."
-        if 0.85 < in_turn / whole < 1.05 and "head_dim 64, one sweep" not in spilling
         else "."
     )
     if adding > 2 * fifth
@@ -1818,32 +1855,36 @@ lab.read(
 # %%
 
 # Reading
+lab.read(
+    f"**The bytes that it adds are not the whole reason.** At head_dim 64, with twice the heads, "
+    f"one sweep executes as many FLOPs. It adds {gigabytes[64]:.0f} GB to `dq` instead of "
+    f"{gigabytes[128]:.0f}, and yet it takes only {swept_in[64] / swept_in[128]:.2f} of the time. "
+    + (
+        f"There, {small:.0f} programs fit on an SM instead of {large:.0f}, so one may multiply "
+        f"while another adds, and nothing spills. Either may help; our runs do not separate them."
+        if small > large and "head_dim 64, one sweep" not in spilling
+        else "Our runs do not tell why."
+    )
+    if gigabytes[64] > gigabytes[128] and swept_in[64] < swept_in[128]
+    else f"One sweep adds {gigabytes[128]:.0f} GB to `dq` in {swept_in[128]:.1f} ms."
+)
+
+# %%
+
+# Reading
 wider = keys_at_once["all"] / keys_at_once["dkdv"] if tile_of else nan
 lab.read(
-    f"**The rest is in dk and dv:** {one - two:.1f} ms, where only tiles and warps differ. One "
-    f"sweep takes {keys_at_once['all']} keys per tile instead of {keys_at_once['dkdv']}, which at "
-    f"least halves its additions to `dq`."
+    f"**The rest is in dk and dv.** The same kernel computes them in {one:.1f} instead of "
+    f"{two:.1f} ms, because its settings differ. One sweep takes {keys_at_once['all']} keys per "
+    f"tile instead of {keys_at_once['dkdv']}, which halves its additions to `dq`."
     if tile_of and one > two and wider == 2
     else f"In the tiles of one sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}."
 )
 
 # %%
 
-# Folded: What the additions may cost; registers, spills, and how many programs fit on an SM
-SM = {"registers": 65_536, "shared memory": 228 * 1024}  # of Hopper
-if not runtime.INTERPRETED:
-    gpu = torch.cuda.get_device_properties(runtime.DEVICE)
-    SM["shared memory"] = gpu.shared_memory_per_multiprocessor
 
-
-def room(row):
-    """What a program takes of an SM, as shares, and how many programs fit."""
-    registers = -(-row["registers"] // 8) * 8 * 32 * row["warps"]  # given out by eights
-    shared = row["shared_bytes"] + 1024  # of which the system keeps 1 KiB
-    shares = registers / SM["registers"], shared / SM["shared memory"]
-    return dict(zip(SM, shares, strict=True)), int(1 / max(shares))
-
-
+# Folded: Registers, spills, and how many programs fit on an SM
 def sweeps_of(rows):
     for row in rows:
         if row["kernel"] != "preprocess_kernel":
@@ -1888,30 +1929,10 @@ def boxes(axes, rows):
 
 
 lab.draw(facts, "The programs that fit on an SM", in_words, boxes)
-fits = {(row["case"], row["kernel"]): room(row)[1] for row in facts.rows}
-once = fits.get(("head_dim 128, one sweep", "dkdv_kernel"), nan)
-small = fits.get(("head_dim 64, one sweep", "dkdv_kernel"), nan)
-relative_speed = {
-    row["head_dim"]: 100 * row["one sweep"] / row["two sweeps"]
-    for row in speeds
-    if row["mask"] == "full"
-}
 lab.together(
     lab.read(
-        f"**An estimate.** Together, all programs add {gigabytes[128]:.0f} GB to `dq`. At head_dim "
-        f"64, where nothing spills, the same kernel adds {added[64]:.1f} TB/s over its whole run; "
-        f"at that rate, these additions take {at_that_rate:.1f} ms. "
-        + (
-            f"Added after the five matmuls, they would bring the run to {in_turn:.1f} ms, close to "
-            f"the {whole:.1f} ms measured, as if few of the additions were hidden. "
-            if 0.85 < in_turn / whole < 1.05
-            else f"Added after the five matmuls, they would bring the run to {in_turn:.1f} ms and "
-            f"not the {whole:.1f} ms measured, so the estimate explains only part of it. "
-        )
-        + f"However, the {added[64]:.1f} TB/s include the time of that run's matmuls, so the "
-        f"additions may cost less than this, with spills filling the gap."
-        if "head_dim 64, one sweep" not in spilling
-        else "At head_dim 64 the kernel also spills, so its rate tells us nothing about additions."
+        "Registers and spills are those of kernels compiled for a causal mask. The times below are "
+        "without one; that of one sweep includes setting its sums to zero and scaling them:"
     ),
     parts,
     lab.read(
@@ -1919,16 +1940,6 @@ lab.together(
         f"the {two + saved:.1f} ms of their two parts. We do not know why."
         if abs(together - two - saved) > 0.1
         else "The times of the two sweeps add up to the time of a single call."
-    ),
-    lab.read(
-        f"**Could another program hide the additions?** While one program on an SM adds, another "
-        f"can multiply. At head_dim 64, {small:.0f} programs of one sweep fit, and one sweep "
-        f"reaches {relative_speed[64]:.0f} % of the speed of two (16,384 tokens, no mask). At "
-        f"head_dim 128, the numbers are {once:.0f} and {relative_speed[128]:.0f} %. This agrees "
-        f"with the idea but does not test it, since tiles and spills also differ between the two."
-        if small > once and relative_speed[64] > relative_speed[128]
-        else f"The number of programs of one sweep that fit is {small:.0f} at head_dim 64 and "
-        f"{once:.0f} at 128."
     ),
     facts,
 )
@@ -1993,8 +2004,9 @@ lab.together(
         "Hopper run the one sweep of the later chapter wherever a table there says so."
     ),
     lab.read(
-        f"The host spends {on_host['Kernel Book (µs)'] / on_host['PyTorch (µs)']:.1f} times as "
-        f"long on our forward and backward passes as on those of PyTorch's SDPA."
+        f"In such a call, on 128 tokens, the host spends "
+        f"{on_host['Kernel Book (µs)'] / on_host['PyTorch (µs)']:.1f} times as long on our forward "
+        f"and backward passes as on those of PyTorch's SDPA."
         if on_host
         else "The host's time per call is not recorded yet."
     ),
@@ -2048,19 +2060,26 @@ MISTAKES = (
 )
 q, k, v, do = torch.randn(4, 1, 1, 200, 64, device=runtime.DEVICE).unbind()
 truths = reference.attention_backward(q, k, v, do)
-rows = []
+rows, found_by = [], {"dq": [], "dk": [], "dv": []}
 for mistake in MISTAKES:
     row = {"mistake": mistake}
-    for name, x, truth in zip(
-        ("dq", "dk", "dv"), with_mistake(q, k, v, do, mistake), truths, strict=True
-    ):
+    grads = with_mistake(q, k, v, do, mistake)
+    for name, x, truth in zip(found_by, grads, truths, strict=True):
         row[name] = in_cell(relative(x, truth))
+        if relative(x, truth) > 1e-4:
+            found_by[name].append(mistake)
     rows.append(row)
 lab.table(rows, "Errors, as shares of the largest element, float32")
 
 # %%
-# A test of ``dv`` alone finds only two of the four mistakes, and a test with ``scale=1`` would miss
-# the last.
+
+# Reading
+assert found_by["dk"] == list(MISTAKES[1:])
+lab.read(
+    f"Only a test of `dk` finds all of them: `dq` shows {len(found_by['dq'])} of the "
+    f"{len(MISTAKES) - 1}, and `dv` {len(found_by['dv'])}. With `scale=1`, even `dk` would hide "
+    f"the last."
+)
 
 # %%
 # **A forgotten mask** does not crash either. The backward pass of Triton's tutorial was always
@@ -2101,15 +2120,16 @@ lab.read(
 # In short
 # --------
 #
-# The weights need not be stored: one number per query, ``lse``, brings them back, and another,
-# ``delta``, replaces the sum over all keys. Two sweeps give each sum its own program and thus the
-# same bits in every run, at the price of seven matmuls instead of five.
+# The weights need not be stored. One number per query, ``lse``, brings them back, and another,
+# ``delta``, replaces the sum over all keys.
+#
+# Two sweeps give each sum its own program and thus the same bits in every run. The price is seven
+# matmuls instead of five.
 
 # Reading
 lab.read(
     (
-        "In plain Triton, one sweep is slower nonetheless, partly because of its tiles and warps "
-        "and mostly because of `dq`. "
+        "In plain Triton, one sweep is slower nonetheless, and most of the loss is in `dq`. "
         if one > two and adding - saved > lost / 2
         else "In plain Triton, one sweep is slower nonetheless. "
         if lost > 0

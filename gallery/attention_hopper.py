@@ -8,9 +8,11 @@ worth?*
 
 Picture two cooks who share one oven. The oven stays in use only if one cook prepares while the
 other bakes, or if each prepares his next dish while his last one bakes. The matmul units are our
-oven, and the exponentials are the preparation. We climb a ladder of six versions. Without a mask,
-no later one beats the second by even 1 %, and the second pays, but not for the reason we expected.
-Even our best kernel loses to a library in most of our comparisons.
+oven, and the exponentials are the preparation.
+
+We climb a ladder of six versions. The second pays, but not for the reason we expected. Without a
+mask, no later one beats it by even 1 %, and even our best kernel loses to a library in most of our
+comparisons.
 
 You will learn
 
@@ -109,17 +111,16 @@ lab.read(
 # %%
 # The kernel of :doc:`/chapters/attention_fast`, here called *plain Triton*, puts two
 # :term:`programs <program>` on an SM, so that one can use the :term:`matmul units <matrix unit>`
-# while the other computes exponentials. Plain Triton lets us neither see nor decide whether they
-# really alternate.
+# while the other computes exponentials. In plain Triton we cannot decide whether they really
+# alternate.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
 #
 #    Give each warp a role, and let every consumer issue two matmuls together: the scores of one
 #    tile and the weighted sum of the tile before. A consumer then visits the matmul units once per
-#    tile instead of twice. This pays although, unless forced, the compiler lets no exponential run
-#    during the sum. Forcing it costs speed on rung 3, and on rung 6 pays a little, with a causal
-#    mask only.
+#    tile instead of twice. This pays, although the compiler lets no exponential run during the sum
+#    unless we force it.
 #
 # The roles come from :doc:`/chapters/warps_with_roles`. A *loader* :term:`warp` fills two rings,
 # one with tiles of keys and one with tiles of values. Two *consumers* do the arithmetic; each is a
@@ -181,18 +182,17 @@ lab.sketch(
     "One consumer, head_dim 128: in order, and one tile ahead",
     "Bars over time. In order, the scores of a tile, its exponentials and its sum follow each "
     "other, 512 cycles each, so a tile takes 1,536. One tile ahead, the sum of the tile before "
-    "runs during the exponentials of this one, so from the second tile on a tile takes 1,024 and "
-    "the matmul units never wait.",
+    "runs during the exponentials of this one, so a tile takes 1,024.",
     drawn_loops,
     height=3,
 )
 
 # %%
-# So drawn, a lone consumer saves a third of its time. The kernel has two, however, and in either
-# loop one can use the units while the other weighs, so the gain must be measured.
+# In this drawing, a lone consumer saves a third of its time. The kernel has two consumers, and in
+# either loop one can use the units while the other weighs, so the gain must be measured.
 #
-# In PyTorch, where ``seen`` is the mask, the loop runs from the last tile of keys to the first,
-# because a causal mask then cuts only tiles at its beginning:
+# In PyTorch, where ``seen`` is the mask, the loop begins with the last tile of keys, so that the
+# tiles that a causal mask cuts come first:
 #
 # .. literalinclude:: attention_hopper.py
 #    :language: python
@@ -303,10 +303,10 @@ size = (
     else f"{min(of_mistakes):.2f} to {max(of_mistakes):.2f} of its size"
 )
 lab.read(
-    f"**What breaks it.** Two mistakes raise no error, and the result is wrong by {size}. It looks "
-    "natural to rescale `acc` as soon as alpha is known, with `acc * alpha + p @ v_before`; but "
-    "`p` was weighed with the old maximum, so its sum needs alpha, too. And without the line after "
-    "the loop, the sum of the last tile is missing."
+    "**What breaks it.** Two mistakes raise no error, and each makes the result wrong by "
+    f"{size}. To rescale `acc` as soon as alpha is known, with `acc * alpha + p @ v_before`, looks "
+    "natural; but `p` was weighed with the old maximum, so its sum needs alpha, too. And without "
+    "the line after the loop, the sum of the last tile is missing."
 )
 
 # %%
@@ -322,9 +322,8 @@ lab.together(in_order_of_kernel, mistaken)
 # The loop in Gluon
 # -----------------
 #
-# In Gluon the steps are the same. ``i`` counts tiles from the last one backwards, ``scale_log2``
-# lets ``exp2`` stand for ``exp``, and the new weights are called ``weights`` until the sum has
-# released ``p``. First the loop issues both matmuls, each once its operand is in shared memory:
+# In Gluon the steps are the same, and ``i`` counts tiles from the last one backwards. First the
+# loop issues both matmuls, each once its operand is in shared memory:
 #
 # .. code-block:: python
 #
@@ -337,7 +336,8 @@ lab.together(in_order_of_kernel, mistaken)
 #        mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
 #        acc = warpgroup_mma(p, v_s.index(before), acc, is_async=True)
 #
-# Then it weighs, and afterwards waits for the sum:
+# Then it weighs, and afterwards waits for the sum. ``scale_log2`` lets ``exp2`` stand for ``exp``,
+# and the new weights are called ``weights`` until the sum has released ``p``:
 #
 # .. code-block:: python
 #
@@ -788,9 +788,9 @@ def _roles_kernel(
 
 
 # %%
-# The measure is a :term:`cuBLAS` matmul, and *full* means without a mask; the length is 4,096 and
-# head_dim is 128. The last bar is *the package's kernel*, which is rung 6 made persistent and
-# extended from multiples of 128 to any length.
+# The measure is a :term:`cuBLAS` matmul. *Full* means without a mask, and a causal kernel counts as
+# half the operations. The length is 4,096 and head_dim is 128. The last bar is *the package's
+# kernel*, which is rung 6 made persistent and extended from multiples of 128 to any length.
 
 # Measuring
 LADDER = {
@@ -1374,12 +1374,9 @@ if steps.rows:
     assert none_beats_2  # as the introduction says
 lab.read(
     f'Below, "no difference" means less than {100 * SCATTER:.0f} %, '
-    + (
-        "because two timings of one kernel can be almost as far apart."
-        if 0.5 * SCATTER < max(twice) < SCATTER
-        else f"and two timings of one kernel are up to {100 * max(twice):.1f} % apart."
-    )
-    + " Gains are computed before any rounding."
+    + ("because" if max(twice) < SCATTER else "and")
+    + f" two timings of one kernel are up to {100 * max(twice):.1f} % apart. "
+    "Gains are computed before any rounding."
     if speed.rows and steps.rows
     else f"{nan}"
 )
@@ -1420,10 +1417,13 @@ lab.read(told("two roles").replace("Measured:**", "Measured:** against plain Tri
 #           at = trace_ptr + (role * n + i) * EVENTS + event
 #           gl.store(at, now, mask=gl.program_id(0) == 0)
 #
-# A consumer's bar is grey or orange while it issues matmuls or waits for them, and blue otherwise:
-# long to weigh the tile of keys whose number it bears, and short from its sum to its next scores.
-# The bottom row is computed: it serves the matmuls in the order of their issue, at the full rate of
-# 512 cycles each.
+# How to read the timeline:
+#
+# - *grey or orange*: the consumer issues a matmul or waits for it;
+# - *long and blue*: it weighs the tile of keys whose number stands there;
+# - *short and blue*: it goes from its sum to its next scores;
+# - *the bottom row* is computed, and serves the matmuls in the order of their issue, at the full
+#   rate of 512 cycles each.
 
 
 # Drawing
@@ -1561,7 +1561,7 @@ alone = cycles(128, rows=64)[1]
 only_apart = (
     "one matmul" if abs(between - half) < 0.05 * half else f"{between:,.0f} cycles"
 )
-lab.read(
+in_step_1 = lab.read(
     "**Roles alone do not make the cooks alternate.** "
     + (
         "In this trace, a consumer's next scores queue behind the other's sum, and the other's "
@@ -1569,16 +1569,20 @@ lab.read(
         if after_sum < half
         else ""
     )
-    + f"The two therefore begin to weigh only {only_apart} apart, and while both weigh, neither "
-    "has a matmul for the units, which are idle for "
-    f"{100 * idle_units(traced.rows, 'two roles'):.0f} % of the time. "
-    + (
-        f"Weighing takes {weighs_1:,.0f} cycles, not the {alone:,.0f} of its exponentials alone; "
-        "it includes maxima, scaling, sums and conversions."
-        if weighs_1 > 1.5 * alone
-        else ""
-    )
+    + f"The two therefore begin to weigh only {only_apart} apart. While both weigh, neither has a "
+    "matmul for the units, which are idle for "
+    f"{100 * idle_units(traced.rows, 'two roles'):.0f} % of the time."
 )
+weighing_1 = (
+    lab.read(
+        f"Weighing takes {weighs_1:,.0f} cycles, and not the {alone:,.0f} of its exponentials at "
+        "the full rate. It also finds maxima, scales, adds up and converts, and while both "
+        "consumers weigh, they share the SM's other units."
+    )
+    if weighs_1 > 1.5 * alone
+    else None
+)
+lab.together(in_step_1, weighing_1)
 
 # %%
 # Rung 2: scores ahead
@@ -1643,18 +1647,21 @@ in_its_order("scores ahead")
 
 # Reading
 planned = in_code.get(("scores ahead", "no"), {}).get(BEFORE, nan)
-lab.read(
+in_sass_2 = lab.read(
     (
         "**They do not run during the sum.** All exponentials come after both waits, because the "
         "second wait moved up to the first on the way to machine code. A consumer therefore weighs "
-        "only when both of its matmuls have ended. In the figure, this dashed end is computed, not "
-        "stamped; a blue bar lasts until the next scores, so its length does not compare with rung "
-        "1's."
+        "only when both of its matmuls have ended."
     )
     if planned == 0
     else f"Of the {OF_THREAD} exponentials of a thread, {planned:.0f} come between the wait for "
-    "the scores and the wait for the sum. The timeline shows the effect:"
+    "the scores and the wait for the sum."
 )
+how_drawn_2 = lab.read(
+    "In the figure, a dashed line marks where both matmuls end; it is computed, not stamped. A "
+    "blue bar here lasts until the next scores, and so includes more than rung 1's long ones."
+)
+lab.together(in_sass_2, how_drawn_2)
 
 # %%
 
@@ -1670,13 +1677,14 @@ lab.draw(
 
 # Reading
 as_stamped = in_code.get(("scores ahead", "yes"), {})
-lab.read(
-    "**The other's matmuls run meanwhile:** one cook prepares while the other bakes. The oven "
-    "still stands idle for "
-    f"{100 * idle_units(traced.rows, 'scores ahead'):.0f} % of the time "
-    f"(rung 1: {100 * idle_units(traced.rows, 'two roles'):.0f} %), relative to the full rate, not "
-    "to cuBLAS as in the ladder. The gain is real, but our reason for it was wrong, which timing "
-    "alone would not have shown."
+not_our_reason = lab.read(
+    "**The other's matmuls run meanwhile:** one cook prepares while the other bakes. The gain is "
+    "real, but our reason for it was wrong, which timing alone would not have shown."
+)
+idle_2 = lab.read(
+    f"The oven stands idle for {100 * idle_units(traced.rows, 'scores ahead'):.0f} % of the time, "
+    f"after {100 * idle_units(traced.rows, 'two roles'):.0f} % on rung 1. These shares are "
+    "relative to the full rate, and not to cuBLAS as in the ladder."
     + (
         ""
         if (as_stamped.get(BEFORE), as_stamped.get("of them before the next stamp"))
@@ -1684,6 +1692,7 @@ lab.read(
         else " (The stamps have changed the order of this code.)"
     )
 )
+lab.together(not_our_reason, idle_2)
 
 # %%
 # Rung 3: order kept
@@ -1715,8 +1724,9 @@ lab.read(
 in_its_order("a branch")
 
 # %%
-# Instead of rung 3, we traced rung 5, which has the same order and two more changes. A thin bar is
-# the wait for a sum that has already ended.
+# Instead of rung 3, we traced rung 5. Without a mask, they differ only in the row sums in threads,
+# because rung 4 changes nothing there. A thin bar is a wait for the sum, which by the computed row
+# has already ended.
 
 # %%
 
@@ -1762,7 +1772,7 @@ of_other = [  # cycles of a consumer's weighing in which the units work for the 
 for_other = sum(of_other) / len(weighs_of) / weighs_5 if weighs_of else nan
 branch_slower = min(gain("a branch", m) for m in ("full", "causal")) < -SCATTER
 lab.read(
-    "**The overlap is there, and yet rung 3 is slower;** we did not isolate why."
+    "**The overlap is there, and yet rung 3 is slower than rung 2;** we did not isolate why."
     + (
         " On rung 6, the same branch pays with a causal mask."
         if gain("without the branch", "causal", "turns") < -SCATTER
@@ -1776,18 +1786,21 @@ lab.read(
 # %%
 
 # Reading
-lab.read(
-    (
-        "The timeline cannot tell whether an overlap pays: with stamps, rung 5 takes "
+not_by_timeline = (
+    lab.read(
+        "**A timeline cannot tell whether an overlap pays.** With stamps, rung 5 takes "
         f"{100 * (1 - took_5 / took_2):.0f} % fewer cycles per tile than rung 2, and yet it is no "
         "faster in the ladder. We measured neither what the stamps cost nor the clock, which may "
-        "be lower where the units are busier. "
-        if faster_with_stamps
-        else ""
+        "be lower where the units are busier."
     )
-    + "An overlap therefore needs **two checks**: whether it exists, in the SASS, and whether it "
+    if faster_with_stamps
+    else None
+)
+two_checks = lab.read(
+    "An overlap therefore needs **two checks**: whether it exists, in the SASS, and whether it "
     "pays, by timing the kernel without stamps."
 )
+lab.together(not_by_timeline, two_checks)
 
 # %%
 # How much of rung 2's gain we can explain
@@ -2063,7 +2076,7 @@ part = of_turns / of_rung_2 if SCATTER < of_turns < of_rung_2 else nan
 refuted = locks and of_late < min(of_early, promised / 2)
 if tested:
     assert part > 0.5  # as the summary says
-lab.read(
+by_turns = lab.read(
     (
         "**With turns alone, rung 1 reaches "
         + ("more than half" if 0.5 < part < 0.75 else f"{100 * part:.0f} %")
@@ -2073,33 +2086,41 @@ lab.read(
         "on rung 2. "
     )
     + "Turns make the consumers alternate, join a sum to the next scores, and add waits of their "
-    "own; we did not separate these. The rest of the gain is **unexplained**"
-    + (
-        ": a model in which rung 1's consumers fall into step failed its test."
-        if refuted
-        else "."
-    )
+    "own. We did not separate these."
     if tested
     else "The recorded run does not include this test."
 )
+the_rest = (
+    lab.read(
+        "What rung 2 gains beyond that is **unexplained**. We suspected that rung 1's consumers "
+        "fall into step, but our model of this failed its test."
+        if refuted
+        else "What rung 2 gains beyond that is **unexplained**."
+    )
+    if tested
+    else None
+)
+lab.together(by_turns, the_rest)
 
 # %%
 
-# Folded: Is it lockstep? A model, the test that refutes it, and the timelines in numbers
+# Folded: Is it lockstep? A model, and the test that refutes it
 weigh_together = both_at(traced.rows, "two roles", [("scores", "weighed")])
 the_model = lab.read(
     "**The model.** On the timeline of rung 1, with two visits per tile, both consumers weigh "
-    f"together for {100 * weigh_together:.0f} % of their weighing. If this *lockstep* costs the "
-    "time, rung 1 must become faster when its consumers alternate. In our model of it, two "
-    "consumers wait in line for the units and pause after each request. "
+    f"together for {100 * weigh_together:.0f} % of their weighing. We call this lockstep. If it "
+    "costs the time, rung 1 must become faster when its consumers alternate."
+)
+its_terms = lab.read(
+    "In the model, two consumers wait in line for the units and pause after each request. "
     "`requests` lists those of one tile, as (cycles of matmuls, cycles of the pause after them), "
-    "and consumer 1 begins `late` cycles after consumer 0."
+    "and consumer 1 begins `late` cycles after consumer 0:"
 )
 its_code = lab.source(cycles_per_tile)
 its_pauses = lab.read(
     f"Rung 1's timeline gives its two pauses: {after_scores:,.0f} cycles after the scores and "
     f"{after_sum:,.0f} after the sum, each up to the next issue. For rung 2 we merge the requests "
-    "and add the pauses:"
+    "and add the pauses. The figure above shows what follows."
 )
 its_figure = lab.draw(
     traced,
@@ -2143,9 +2164,9 @@ its_findings = lab.read(
 )
 how_tested = (
     lab.read(
-        "**The test.** Rung 1 is made to alternate in two ways: consumer 1 begins late, or the "
-        "consumers take turns, each issuing its sum and its next scores before the other does. We "
-        "did not trace whether they alternate after a late start."
+        "**The test.** We tried to make rung 1 alternate in two ways: consumer 1 begins late, or "
+        "the consumers take turns, each issuing its sum and its next scores before the other does. "
+        "We did not trace whether they alternate after a late start."
     )
     if tested
     else None
@@ -2158,12 +2179,16 @@ in_test = (
     if tested
     else None
 )
+tiles_of_keys = 4096 // 128
 what_test_says = (
     lab.read(
         (
             "In the model, only the long delay helps, and it brings "
             f"{100 * promised:.1f} %; measured, it brings {100 * of_late:.1f} %, and the short one "
-            f"{100 * of_early:.1f} %. The model is therefore refuted. "
+            f"{100 * of_early:.1f} %. The long delay itself, which the model's rates leave out, is "
+            f"{100 * STARTS[2] / (tiles_of_keys * by_version['two roles']):.1f} % of the time of a "
+            f"program's {tiles_of_keys} tiles, too little to close the gap. The model is therefore "
+            "refuted. "
             if refuted
             else f"A start {STARTS[2]:,} cycles late brings {verdict(of_late)}, and one "
             f"{STARTS[1]:,} cycles late {verdict(of_early)}. "
@@ -2174,10 +2199,25 @@ what_test_says = (
     if tested
     else None
 )
+lab.together(
+    the_model,
+    its_terms,
+    its_code,
+    its_pauses,
+    its_figure,
+    its_findings,
+    how_tested,
+    in_test,
+    what_test_says,
+)
+
+# %%
+
+# Folded: The timelines of rungs 1, 2 and 5 in numbers
 of_rung_1 = lab.read(
     f"**Rung 1.** A tile takes {by_version['two roles']:,.0f} cycles, and its matmuls take "
     f"{ideal:,.0f}. After its sum, a consumer is away for {after_sum:,.0f} cycles, and the other's "
-    f"sum takes {half:,.0f}. The two begin to weigh at least {between:,.0f} cycles apart."
+    f"sum takes {half:,.0f}."
     + (
         " We do not know why plain Triton is faster without a mask, because rung 1 differs from "
         "it in more than the roles."
@@ -2188,8 +2228,7 @@ of_rung_1 = lab.read(
 of_rung_2_timeline = lab.read(
     f"**Rung 2.** A tile takes {by_version['scores ahead']:,.0f} cycles, so the units are idle for "
     f"{100 * idle_units(traced.rows, 'scores ahead'):.0f} % of the time. "
-    f"The {OF_THREAD} exponentials of a thread are {OF_THREAD - 2} weights, and alpha "
-    "for its 2 rows. The two consumers begin to weigh at least "
+    "The two consumers begin to weigh at least "
     f"{apart(earliest, 'scores ahead', 'earliest'):,.0f} cycles apart, if both matmuls of a "
     "consumer end as computed."
     + (
@@ -2206,35 +2245,24 @@ of_rung_5 = lab.read(
         if for_other > (1 - overlapping) / 2
         else ""
     )
-    + "The computed row "
-    f"is only a sketch: on average, a consumer sees its scores {scores_seen:.0f} cycles later than "
-    "the row says. "
-    + (
-        f"With stamps, a tile takes {took_5:,.0f} cycles on rung 5 and {took_2:,.0f} on rung 2, "
-        "but in the ladder the two are level without a mask; idle shares therefore cannot rank the "
-        "rungs. "
-        if faster_with_stamps
-        else ""
-    )
     + (
         "The consumers hardly ever issue at the same time, even without turns."
         if both_at(traced.rows, "no turns", [("begins", "issued")]) < 0.02
         else ""
     )
 )
-lab.together(
-    the_model,
-    its_code,
-    its_pauses,
-    its_figure,
-    its_findings,
-    how_tested,
-    in_test,
-    what_test_says,
-    of_rung_1,
-    of_rung_2_timeline,
-    of_rung_5,
+how_far_to_trust = lab.read(
+    "The computed row is only a sketch: on average, rung 5's consumers see their scores "
+    f"{scores_seen:.0f} cycles later than the row says. "
+    + (
+        f"With stamps, a tile takes {took_5:,.0f} cycles on rung 5 and {took_2:,.0f} on rung 2, "
+        "but in the ladder the two are level without a mask. Idle shares therefore cannot rank the "
+        "rungs."
+        if faster_with_stamps
+        else ""
+    )
 )
+lab.together(of_rung_1, of_rung_2_timeline, of_rung_5, how_far_to_trust)
 
 # %%
 # Rungs 4 to 6: small changes
@@ -2254,7 +2282,7 @@ make_up = make_up and gain("a branch", "full") < -SCATTER
 lab.read(
     "With a causal mask, two of three smaller changes still pay. "
     + (
-        "Without a mask, all three together only make up for what rung 3 lost."
+        "Without a mask, they only make up for what rung 3 lost."
         if make_up
         else "Without a mask, rung 6 against rung 2 makes this difference: "
         f"{verdict(gain('turns', 'full', 'scores ahead'))}."
@@ -2266,12 +2294,12 @@ lab.read(
 
 # %%
 # - **Rung 4, one loop.** Up to rung 3, a causal kernel has a loop for masked tiles and another for
-#   the rest. Now a branch asks whether the mask cuts the tile.
+#   the rest. Now a branch asks whether the mask cuts the tile. Without a mask, nothing changes.
 # - **Rung 5, row sums in threads.** The 128 weights of a query lie in four threads. Each now adds
 #   up its own 32, and the four parts meet only after the loop, which saves
 #   :term:`shuffles <shuffle>`.
-# - **Rung 6, turns.** A consumer waits at a :term:`named barrier` before its two matmuls, and lets
-#   the other go after them. FlashAttention-3 calls this :term:`ping-pong scheduling`.
+# - **Rung 6, turns.** A consumer waits at a :term:`named barrier` before it issues its two matmuls,
+#   and then lets the other issue. FlashAttention-3 calls this :term:`ping-pong scheduling`.
 
 # %%
 
@@ -2335,7 +2363,7 @@ lab.table(
 without_branch, without_branch_full = (
     gain("without the branch", mask, "turns") for mask in ("causal", "full")
 )
-if steps.rows:  # as the key idea and the summary say
+if steps.rows:  # as the summary says
     assert branch_slower
     assert abs(without_branch_full) < SCATTER < -without_branch
 lab.read(
@@ -2345,7 +2373,8 @@ lab.read(
         else ""
     )
     + (
-        f"Rung 3's branch stays: without it, rung 6 is {verdict(without_branch)} with a causal mask"
+        f"Rung 3's branch stays, because without it rung 6 is {verdict(without_branch)} with a "
+        "causal mask"
         + (
             ", and no different without a mask."
             if abs(without_branch_full) < SCATTER
@@ -2409,24 +2438,34 @@ more_changes = lab.table(
     changes if steps.rows else [],
     "Four changes to rung 6, the package's kernel against it, and two changes to that kernel",
 )
+no_third_slot = all(
+    gain("three stages", mask, "turns") < SCATTER for mask in ("full", "causal")
+)
 never_idle = lab.read(
     f"The units are idle for {100 * idle_units(traced.rows, 'turns'):.0f} % of the timeline. "
-    "They are never idle if a consumer needs 2,048 cycles for a tile: 512 until its scores "
-    "are there, and another 1,536 until it comes back, during which its own sum and the other's "
-    "two matmuls run. Before they are computed, the scores wait in line for only "
+    f"They would never be idle if a consumer needed {ideal:,.0f} cycles for a tile: "
+    f"{ideal / 4:,.0f} until its scores are there, and {3 * ideal / 4:,.0f} until it comes back, "
+    "while its own sum and the other's two matmuls run. The table compares this with the timeline:"
+)
+before_scores = lab.read(
+    "**Until the scores are there:** by the computed row, they wait in line for only "
     f"{scores_in_line(traced.rows, 'turns'):.0f} cycles. "
     + (
-        "The loader asks for keys more than a tile ahead, which is early enough. "
+        "The loader asks for keys (▲ in the timeline; ▼ for values) more than a tile ahead"
         if asked_ahead(traced.rows, "turns") > by_version["turns"]
-        else f"The loader asks for keys {asked_ahead(traced.rows, 'turns'):,.0f} cycles ahead. "
+        else "The loader asks for keys (▲ in the timeline; ▼ for values) "
+        f"{asked_ahead(traced.rows, 'turns'):,.0f} cycles ahead"
     )
-    + "In the timeline, ▲ marks when it asks for keys, and ▼ for values. Weighing and rescaling "
-    f"take {spent:,.0f} cycles, whereas the counted instructions need {shared:,.0f}, even if a "
-    "consumer shares the SM whenever both weigh"
+    + (", and a third slot in each ring does not pay." if no_third_slot else ".")
+)
+after_scores_6 = lab.read(
+    f"**After the scores:** weighing and rescaling take {spent:,.0f} cycles. The counted "
+    f"instructions need {shared:,.0f}, even if a consumer has only half the rates whenever both "
+    "are away from their matmuls. "
     + (
-        f": they take {100 * (spent / shared - 1):.0f} % longer than that, and we do not know why."
+        f"We do not know why it takes {100 * (spent / shared - 1):.0f} % longer."
         if spent > shared
-        else "."
+        else ""
     )
 )
 halves = lab.table(
@@ -2452,6 +2491,8 @@ lab.together(
     timeline,
     never_idle,
     halves,
+    before_scores,
+    after_scores_6,
     work,
     in_parts,
     about_changes,
@@ -2467,7 +2508,7 @@ lab.together(
 # Reading
 EQUAL = VERSIONS["equal registers"]["REGISTERS"]
 OF_TILES = 64 + 64 + 32  # s and acc in float32, p in 16 bits
-assert 0.9 * EQUAL < OF_TILES < EQUAL  # "nearly all" below
+assert 0.9 * EQUAL < OF_TILES < EQUAL  # hardly any is left
 lab.read(
     f"With equal shares, a thread would have {EQUAL} registers, of which a consumer's `s`, `acc` "
     f"and `p` alone fill {OF_TILES}. The loader needs few, so on every rung `gl.warp_specialize`, "
@@ -2508,18 +2549,21 @@ lab.table(
 halved = steps.rate("turns", mask="full") / steps.rate("equal registers", mask="full")
 spilled = compiled_to("equal registers", "spills")
 one_by_one = waits_of("equal registers") == "8"
-lab.read(
+twice_as_fast = lab.read(
     "**Without a mask, unequal shares make the kernel "
     + ("twice" if round(halved, 1) in (2, 2.1) else f"{halved:.1f} times")
-    + " as fast,** the largest effect in this chapter. "
-    + (
+    + " as fast,** the largest effect in this chapter."
+)
+two_causes = (
+    lab.read(
         "With equal shares, the machine code waits after each of a matmul's 8 instructions, so "
         "that no matmul is asynchronous. It also spills registers to memory, and we did not "
         "separate the two."
-        if one_by_one and spilled > 0
-        else ""
     )
+    if one_by_one and spilled > 0
+    else None
 )
+lab.together(twice_as_fast, two_causes)
 
 # %%
 
@@ -2547,9 +2591,9 @@ lab.together(shares_of_registers, per_matmul)
 # Persistent programs, in pairs
 # -----------------------------
 #
-# Only one program fits on an SM, because it takes nearly all registers, and nothing is computed
-# there while it ends and the next begins. A :term:`persistent` program instead computes one tile of
-# queries after another.
+# Only one program fits on an SM, because it takes nearly all registers and most of the shared
+# memory. So nothing is computed there while it ends and the next begins. A :term:`persistent`
+# program instead computes one tile of queries after another.
 #
 # With a causal mask, later queries see more keys. *In pairs*, a program takes a long tile and then
 # the short one that makes the total equal. In the figure, a bar is a tile of queries, and its
@@ -2633,24 +2677,25 @@ slower_per_tile = all(
     gain("a program per tile", mask, last) < -SCATTER for mask in ("full", "causal")
 )
 still_faster = all(gain("Kernel Book", mask, last) > 0 for mask in ("full", "causal"))
-lab.read(
-    (
-        "**Persistence pays if the programs end together:** without a mask they nearly do, because "
-        "all tiles of queries are equally long, and with a causal mask they do only in pairs."
-        if min(in_order_gains, in_pairs_gain) > SCATTER and in_order_loses < -SCATTER
-        else f"A persistent kernel brings {verdict(in_order_gains)} without a mask; with a causal "
-        f"mask it brings {verdict(in_order_loses)} with the tiles in order and "
-        f"{verdict(in_pairs_gain)} in pairs."
-    )
-    + " Against rung 6, the package's kernel is "
+persistence = lab.read(
+    "**Persistence pays where all programs get about the same work:** without a mask, because all "
+    "tiles of queries are equally long, and with a causal mask only in pairs."
+    if min(in_order_gains, in_pairs_gain) > SCATTER and in_order_loses < -SCATTER
+    else f"A persistent kernel brings {verdict(in_order_gains)} without a mask; with a causal mask "
+    f"it brings {verdict(in_order_loses)} with the tiles in order and {verdict(in_pairs_gain)} in "
+    "pairs."
+)
+against_rung_6 = lab.read(
+    "Against rung 6, the package's kernel is "
     + ("only " if slower_per_tile and still_faster else "")
     + of_both("Kernel Book", last).replace("no difference", "level")
     + (
-        ", because with one program per tile it is slower than rung 6; we do not know why."
+        ", because with one program per tile it is slower than rung 6. We do not know why."
         if slower_per_tile and still_faster
         else "."
     )
 )
+lab.together(persistence, against_rung_6)
 
 # %%
 # The package's kernel: checks, speed and cost
@@ -2815,11 +2860,13 @@ whole = lab.listing(
 named = lab.read(
     "The checks cover odd lengths, grouped heads, causal masks and windows. An input is named by "
     "its (batch, heads, heads of keys, queries, keys, head_dim). `lse` is the logsumexp of each "
-    "query, which the kernel returns in float32. Of the launches with random shapes, every tenth "
-    "was compared with plain Triton; none differed from it by 1 % or more of its size, because "
-    "the check would then have failed."
+    "query, which the kernel returns in float32."
 )
-lab.together(cut_as, named, right, repeated, soaked, whole)
+every_tenth = lab.read(
+    "Of the launches with random shapes, every tenth was compared with plain Triton. The test "
+    "fails if one of these differs by 1 % of its size or more; none did."
+)
+lab.together(cut_as, named, right, repeated, soaked, every_tenth, whole)
 
 # %%
 
@@ -2832,9 +2879,11 @@ ended = soaked.rows[0] if soaked.rows else {}
 number_of, finished = (ended.get(what, nan) for what in ("launches", "finished"))
 said = right.plain.split("\n")[0].partition(": ")[2].rstrip(".")
 passed, where, of_run = said.partition(" on ")
-lab.read(
-    f"Against float64, **{passed}**{where}{of_run.partition(', the worst')[0]}. "
-    "Because a kernel that lacks a barrier can be right many times and then wrong once, we also "
+checked = lab.read(
+    f"Against float64, **{passed}**{where}{of_run.partition(', the worst')[0]}."
+)
+barriers = lab.read(
+    "A kernel that lacks a barrier can be right many times and then wrong once. So we also "
     f"repeated {launched:,} launches, and "
     + (f"{other_bits} gave other bits. " if other_bits else "all gave the same bits. ")
     + (
@@ -2844,12 +2893,12 @@ lab.read(
     )
     + "This makes a missing barrier unlikely but does not rule it out."
 )
+lab.together(checked, barriers)
 
 # %%
-# The dashed line at 100 is, in each row, the library named at the right: the faster of cuDNN
-# (called through PyTorch's SDPA) and FlashAttention 4 (FA 4); version 3 was not available. "Kernel
-# Book" is what the package chooses by itself: the Gluon kernel or, in rows with a hollow dot, plain
-# Triton, which then has no triangle.
+# Each row compares with the library named at its right, the faster of cuDNN (called through
+# PyTorch's SDPA) and FlashAttention 4 (FA 4); version 3 was not available. A filled dot is what the
+# package chooses by itself. Where that is plain Triton, a hollow dot shows the Gluon kernel.
 
 
 # Measuring
@@ -2895,7 +2944,7 @@ def of_the_fastest(rows):
         if best := max((has.get(name, 0) for name in PEERS), default=0):
             hidden = "plain Triton" if at in NOT_TAKEN else "in Gluon"
             kept[at] = {
-                name: 100 * has[name] / best
+                name: 100 * round(has[name]) / round(best)  # as in the table
                 for name in SEEN
                 if name in has and name != hidden
             }
@@ -3059,11 +3108,11 @@ lab.read(
 worth = [row["in Gluon"] / row["plain"] for row in at_points]
 
 lab.read(
-    "The gain over plain Triton costs code: the Gluon kernel has "
-    f"{of_gluon / of_triton:.1f} times as many lines for the GPU and is at best "
-    f"{100 * (max(worth) - 1):.0f} % faster. "
+    "**The gain over plain Triton costs code:** the Gluon kernel has "
+    f"{of_gluon / of_triton:.1f} times as many lines for the GPU, and is at best "
+    f"{max(worth):.1f} times as fast. "
     + (
-        f"At head_dim 64 with a causal mask, it is **slower in {len(slower)} rows**, by up to "
+        f"At head_dim 64 with a causal mask, it is slower in {len(slower)} rows, by up to "
         f"{100 * (1 - min(worth)):.0f} %."
         if takes_plain
         else f"It is slower in {len(slower)} of {len(at_points)} rows."
@@ -3075,20 +3124,22 @@ lab.read(
 # %%
 # **Write such a kernel** when two kinds of work share an SM, your kernel stays well below the speed
 # of a matmul, and it runs often enough on one generation of GPUs to repay the work of a second
-# version. **Do not write it** when your kernel waits for memory, has only one kind of work, or must
-# run on other GPUs.
+# version.
+#
+# **Do not write it** when your kernel must run on other GPUs, or when it waits for memory or has
+# only one kind of work, because this loop only overlaps matmuls with other work of the SM.
 
 # %%
 # In short
 # --------
 #
 # - **What pays:** above all more registers for the consumers; then scores one tile ahead, one loop
-#   if the mask is causal and, in the package's kernel, persistent programs that end together. Row
+#   if the mask is causal and, in the package's kernel, persistent programs with equal work. Row
 #   sums in threads pay a little.
-# - **What does not pay:** roles alone, forcing the order on rung 3, and turns on rung 5 (on rung 1,
+# - **What does not pay:** roles alone, forcing the order on rung 3, and turns on rung 6 (on rung 1,
 #   they pay).
-# - **Why running the scores ahead pays** is known only in part: on rung 2, it is not that a cook
-#   prepares while his own dish bakes; turns alone bring rung 1 more than half of the gain.
+# - **Why running the scores ahead pays** is known only in part. On rung 2 no cook prepares while
+#   his own dish bakes. Turns alone bring rung 1 more than half of the gain.
 # - **Against libraries:** ahead only at the shortest length, and behind at the longest.
 #
 # The next chapter, :doc:`/chapters/attention_hopper_backward`, gives roles to the warps of the
@@ -3111,7 +3162,14 @@ for consumers, keys, stages in ((2, 128, 2), (2, 128, 3), (2, 176, 2), (3, 128, 
     row = {"consumers": consumers, "keys": keys, "stages": stages}
     rows.append(row | {"KiB": kib, "fits": "yes" if kib <= 227 else "no"})
 assert [row["fits"] for row in rows] == ["yes", "no", "no", "yes"]
-lab.table(rows, "Shared memory of a program")
+slots_of_4 = (2 * 64 * 4 + 2 * 2 * 128) * 128 * 2 / 1024
+lab.together(
+    lab.table(rows, "Shared memory of a program"),
+    lab.read(
+        "The package's kernel itself would keep 4 slots of queries for three consumers, and as "
+        f"many for the output, and so need {slots_of_4:.0f} KiB."
+    ),
+)
 
 # %%
 # **2. Read a timeline.** On rung 2's timeline, read off how many cycles a tile takes; its four
@@ -3123,7 +3181,7 @@ lab.table(rows, "Shared memory of a program")
 # Solution: read a timeline
 at_cublas = 1 / steps.share("scores ahead", mask="full") - 1
 lab.read(
-    "From one *s* of consumer 0 to its next, a tile takes about "
+    "From one `s` of consumer 0 to its next, a tile takes about "
     f"{round(took_2, -1):,.0f} cycles. The matmuls need {ideal:,.0f} of them, so the units are "
     f"idle for {100 * (1 - ideal / took_2):.0f} % of the time. A loop without idle units would be "
     f"{100 * (took_2 / ideal - 1):.0f} % faster. At the speed of cuBLAS, rung 2 would be "

@@ -114,10 +114,11 @@ lab.table(
 
 # Reading
 lab.read(
-    "We set aims before we measured; a table at the end shows which we reached. A window may take "
-    f"{100 * (AIM - 1):.0f} % more time than its share of the scores, a packed batch "
-    f"{100 * (1 / OF_PADDED - 1):.0f} % more. Decoding must reach {100 * OF_COPY:.0f} % of a "
-    f"copy's speed, or {100 * OF_COPY_GROUPED:.0f} % where query heads share keys."
+    "We set an aim for each use before we measured; a table at the end shows which we reached. A "
+    f"window may take {100 * (AIM - 1):.0f} % more time than its share of the scores, and a packed "
+    f"batch {100 * (1 / OF_PADDED - 1):.0f} % more. Decoding must read at "
+    f"{100 * OF_COPY:.0f} % of the speed of a copy, or {100 * OF_COPY_GROUPED:.0f} % where query "
+    "heads share keys."
 )
 
 # %%
@@ -141,9 +142,9 @@ lab.read(
 #    *some* of its queries see, and which *all* of them see.
 #
 # **One tile, by hand.** Take tiles of 4 queries and 4 keys, the window (9, 0), and queries 12 to
-# 15. Query 12 sees keys 3 to 12, and query 15 sees keys 6 to 15. Each of the keys 3 to 15 is thus
-# seen by some query, and keys 6 to 12 by all four. The loop over keys splits into three: two masked
-# edges and an unmasked middle between them.
+# 15. Query 12 sees keys 3 to 12, and query 15 sees keys 6 to 15. So some query sees each of the
+# keys 3 to 15, and all four see the keys 6 to 12. The loop over keys splits into three: two masked
+# edges, and between them a middle that needs no mask.
 
 
 # Drawing
@@ -204,18 +205,16 @@ def band(axes):
 
 lab.sketch(
     "Queries 12 to 15, and the tiles of keys that they need",
-    "Four rows of queries over four tiles of keys, with a dot for each key that a query sees. With "
-    "the window (9, 0) the first two tiles are masked, from first to whole, the third is whole, "
-    "from whole to cut, and the last is masked, from cut to end. With the window (2, 0) the first "
-    "two tiles are not visited and the last two are masked: first is 8, and whole, cut and end "
-    "are all 16.",
+    "Four queries over four tiles of keys, with a dot for each key that a query sees. With the "
+    "window (9, 0) only the third tile is whole; the others are masked. With the window (2, 0) the "
+    "first two tiles are not loaded, and the last two are masked.",
     band,
     height=4.4,
 )
 
 # %%
-# Orange tiles are masked, blue tiles whole, and dashed tiles never loaded. The loop bounds come
-# from the ranges 3 to 15 and 6 to 12; all but the last are rounded to tiles:
+# Orange tiles are masked, the blue tile is whole, and dashed tiles are never loaded. The bounds of
+# the loops come from the ranges 3 to 15 and 6 to 12. All but the last are rounded to tiles:
 
 # Reading
 lab.table(
@@ -255,15 +254,14 @@ lab.table(
 )
 
 # %%
-# The window (2, 0) leaves no tile whole. These rules alone would give it ``whole`` = 16 and ``cut``
-# = 12, and the first and last loops would both add keys 12 to 15. The kernel therefore never lets
-# ``cut`` fall below ``whole``.
+# The window (2, 0) leaves no tile whole, and these rules alone would give ``whole`` = 16 and
+# ``cut`` = 12. The first and last loops would then both add keys 12 to 15. The kernel therefore
+# never lets ``cut`` fall below ``whole``.
 #
 # **The kernel.** This version handles one head in float32 with a causal window (``right`` = 0).
-# Queries and keys come in tiles of ``BLOCK``, which divides the length. Each program loads its
-# ``queries``, from ``first_query`` to ``last_query``, scales them, and keeps the running maximum
-# ``m_i``, sum ``l_i`` and output ``acc`` of :doc:`/chapters/attention_forward`. It begins by
-# computing the bounds in the table:
+# Queries and keys come in tiles of ``BLOCK``, which divides the length. A program owns the queries
+# from ``first_query`` to ``last_query``, and keeps the running maximum ``m_i``, sum ``l_i`` and
+# output ``acc`` of :doc:`/chapters/attention_forward`. It first computes the bounds in the table:
 
 lab.source(small.window_kernel, "stages")
 
@@ -280,10 +278,11 @@ lab.source(small.attend)
 
 # %%
 # ``update`` is the function from :doc:`/chapters/attention_forward` without its guard against
-# :math:`-\infty`. No guard is needed, because ``m_i`` begins at :math:`-10^{30}`, which is
-# *finite*. With the window (9, 0) of the figure, query 15 sees none of the keys in its first tile,
-# 0 to 3. Had ``m_i`` begun at :math:`-\infty`, their weights would be :math:`e^{-\infty + \infty}`,
-# which is NaN; as it is, they are 0.
+# :math:`-\infty`. It needs none, because ``m_i`` begins at :math:`-10^{30}`, which is *finite*.
+#
+# Query 15 of the figure shows why this matters, because with the window (9, 0) it sees none of the
+# keys in its first tile, 0 to 3. Had ``m_i`` begun at :math:`-\infty`, their weights would be
+# :math:`e^{-\infty + \infty}`, which is NaN. As it is, they are 0.
 
 # Folded: The whole kernel, update, and the launch
 lab.listing(
@@ -353,14 +352,17 @@ errors = {f"a window of ({left}, 0), 64 tokens": errors_of(out, q, k, v, seen)}
 # How fast are windows?
 # ~~~~~~~~~~~~~~~~~~~~~
 #
+# Unless noted, timings are in bfloat16 with 16 heads of ``head_dim`` 128. The names mean:
+#
+# - *Kernel Book*: what ``attention`` runs by default, which on a Hopper GPU is the faster kernel of
+#   :doc:`a later chapter </chapters/attention_hopper>`;
+# - *plain Triton*: the operator's version of this chapter's kernel;
+# - *SDPA*: PyTorch's ``scaled_dot_product_attention``;
+# - *FlexAttention*: PyTorch's function that compiles a mask;
+# - *FlashAttention*: the library's version 4.
+#
 # The dashed line marks the share of the scores that a window of 1,025 keys (``left`` = 1,024) needs
 # in a text of 16,384 tokens.
-#
-# Unless noted, timings are in bfloat16 with 16 heads of ``head_dim`` 128.
-# *Kernel Book* is what ``attention`` runs by default: on a Hopper GPU, the faster kernel of
-# :doc:`a later chapter </chapters/attention_hopper>`. *Plain Triton* is the operator's version of
-# this chapter's kernel. SDPA is PyTorch's ``scaled_dot_product_attention``, FlexAttention PyTorch's
-# function that compiles a mask, and FlashAttention is version 4.
 
 # Measuring
 BF16 = torch.bfloat16
@@ -541,9 +543,9 @@ lab.draw(
 
 
 # Reading
-def in_percent(value):
+def in_percent(value, digits=0):
     """A share in a table, or a dash where none was measured."""
-    return "—" if value != value else f"{100 * value:.0f} %"
+    return "—" if value != value else f"{100 * value:.{digits}f} %"
 
 
 def more_time(much, digits=0):
@@ -566,15 +568,14 @@ def against(aim, costs):
     if any(cost != cost for cost in costs.values()):
         return f"{nan}"
     met = [passes for passes in costs if costs[passes] <= aim]
-    digits = digits_for(aim, *costs.values())
     verdict = (
-        f"is reached {met[0]} but missed {next(p for p in PASSES if p not in met)}"
+        f"reached it {met[0]} but missed it {next(p for p in PASSES if p not in met)}"
         if len(met) == 1
-        else "is reached in both passes"
+        else "reached it in both passes"
         if met
-        else "is missed in both passes"
+        else "missed it in both passes"
     )
-    return f"**The aim of at most {100 * aim:.{digits}f} % {verdict}.**"
+    return f"We aimed at {100 * aim:.1f} % at most, and **{verdict}**."
 
 
 MORE = {  # of our time than of FlashAttention's
@@ -589,9 +590,9 @@ took = {passes: cost("Kernel Book", middle, passes) for passes in PASSES}
 dense = cost("SDPA, mask", middle) / took["forward"]
 lab.read(
     f"**Forward, {100 * SEEN[middle]:.0f} % of the scores take "
-    f"{100 * took['forward']:.0f} % of the time**; plain Triton takes "
-    f"{more_time(cost('plain Triton', middle) / took['forward'] - 1)} than that. "
-    f"{against(AIM * SEEN[middle], took)}"
+    f"{100 * took['forward']:.0f} % of the time.** {against(AIM * SEEN[middle], took)} Plain "
+    f"Triton takes {more_time(cost('plain Triton', middle) / took['forward'] - 1)} than our "
+    "default kernel forward."
 )
 
 # %%
@@ -604,13 +605,18 @@ beside = {
     if HAS_FLASH
 }
 lab.read(
-    (
-        f"**Compared with FlashAttention, our kernel takes {beside['forward']} time forward and "
-        f"{beside['backward']} backward**; we did not investigate why. "
-        if HAS_FLASH
-        else ""
-    )
-    + f"SDPA with a mask, too slow to draw, takes {dense:.0f} times as long as ours forward."
+    f"**Compared with FlashAttention, our kernel takes {beside['forward']} time forward and "
+    f"{beside['backward']} backward.** Over the {len(LEFTS)} windows that we timed and both "
+    f"passes, it takes at worst {more_time(max(MORE.values()))}; we did not investigate why."
+    if HAS_FLASH
+    else "We have no times of FlashAttention."
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"SDPA with a mask, too slow to draw, takes {dense:.0f} times as long as ours forward."
 )
 
 # %%
@@ -723,12 +729,12 @@ lab.together(
     lab.table(
         [
             {"version": "share of the scores"}
-            | {f"{left + 1:,} keys": in_percent(SEEN[left]) for left in LEFTS}
+            | {f"{left + 1:,} keys": in_percent(SEEN[left], 1) for left in LEFTS}
         ]
         + [
             {"version": f"{name}, {passes}"}
             | {
-                f"{left + 1:,} keys": in_percent(cost(name, left, passes))
+                f"{left + 1:,} keys": in_percent(cost(name, left, passes), 1)
                 for left in LEFTS
             }
             for passes in PASSES
@@ -736,12 +742,6 @@ lab.together(
         ],
         "Time, in percent of Kernel Book without a window",
     ),
-    lab.read(
-        f"Compared with FlashAttention, over all {len(LEFTS)} windows and both passes, our kernel "
-        f"takes at worst {more_time(max(MORE.values()))}."
-    )
-    if HAS_FLASH
-    else None,
     lab.read(
         "Stanford's course CS336 ranks its students' kernels by the time of both passes without a "
         "window, at `head_dim` 64, including the host's launch time. "
@@ -770,9 +770,10 @@ lab.together(
 # Why does a window take more than its share?
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# From the time per computed score of *Kernel Book* without a window, we estimate the time of needed
-# scores and of those computed only to be masked, and call what is left *the rest*. A window of one
-# key needs almost no scores, so it shows the other two almost alone.
+# We split the time of *Kernel Book* in three. From its time per computed score without a window, we
+# estimate the time of *needed scores* and of *masked scores*, which are computed in vain. What is
+# left is *the rest*. A window of one key needs almost no scores, so it shows the other two almost
+# alone.
 
 
 # Measuring
@@ -940,18 +941,22 @@ lab.read(
 alone, *others = (found["the rest"] for found in by_window.values())
 lab.read(
     (
-        f"The rest is less than the {copied:.0f} µs of copying as many bytes, and falls from "
-        f"{alone:.0f} µs with one key to {min(others):.0f} to {max(others):.0f} µs with more"
+        f"With one key, the rest is {alone:.0f} µs, and a copy of as many bytes takes "
+        f"{copied:.0f}. With more keys, the rest is only {min(others):.0f} to {max(others):.0f} "
+        "µs. "
         if max(others) < alone < copied
         else f"The rest is {alone:.0f} µs with one key and {min(others):.0f} to {max(others):.0f} "
-        f"µs with more, and copying as many bytes takes {copied:.0f} µs"
+        f"µs with more, and copying as many bytes takes {copied:.0f} µs. "
     )
-    + "; we did not isolate its cause."
+    + "It may be memory traffic, which longer windows could hide behind their matmuls, but we did "
+    "not isolate its cause."
 )
 
 # %%
 
 # Folded: The same numbers, with the widest window
+WINDOWED = choice.choose(128, "window", middle + 1)
+UNBOUNDED = choice.choose(128, "causal", TOKENS)
 lab.together(
     lab.table(
         [
@@ -966,9 +971,14 @@ lab.together(
     ),
     lab.read(
         "The time per computed score is the time without a window divided by all scores computed "
-        "there, including those that the causal mask hides. Together, q, k, v and the output "
-        f"occupy {MOVED / 1e6:.0f} MB. The rest may be their memory traffic, which longer windows "
-        "could hide behind their matmuls."
+        "there, including those that the causal mask hides. "
+        + (
+            "We assume that a window changes it little, although the kernel has one program per SM "
+            "with a window, and one per tile without. "
+            if WINDOWED.persistent and not UNBOUNDED.persistent
+            else "We assume that a window changes it little. "
+        )
+        + f"Together, q, k, v and the output occupy {MOVED / 1e6:.0f} MB."
     ),
 )
 
@@ -977,8 +987,8 @@ lab.together(
 # ----------------
 #
 # *Padding* extends every text in a batch to the length of the longest, so the kernel computes
-# scores for tokens that do not exist. *Packing* lays the texts end to end in one tensor; another,
-# ``cu_seqlens``, lists the *offsets* at which the sequences begin and the last one ends.
+# scores for tokens that do not exist. *Packing* lays the texts end to end in one tensor. A second
+# tensor, ``cu_seqlens``, lists the *offsets* at which the sequences begin and the last one ends.
 
 
 # Drawing
@@ -1040,10 +1050,8 @@ assert (sum(DRAWN), len(DRAWN) * max(DRAWN)) == (18, 32)
 lab.sketch(
     "Four sequences, padded and packed",
     "Above, four sequences of 5, 2, 8 and 3 tokens padded to 8: 14 of 32 rows are padding. Below, "
-    "the same 18 tokens in one row, with the offsets 0, 5, 7, 15 and 18. Under each sequence are "
-    "its tiles of 4 queries: sequence 0 has rows 0 to 3 and row 4, sequence 1 rows 5 and 6, "
-    "sequence 2 rows 7 to 10 and 11 to 14, sequence 3 rows 15 to 17. The second programs of the "
-    "sequences 1 and 3 return.",
+    "the same 18 tokens in one row, with the offsets 0, 5, 7, 15 and 18. Sequences 0 and 2 have "
+    "two tiles of 4 queries, and sequences 1 and 3 one; their second programs return.",
     packing,
     height=3.6,
 )
@@ -1062,6 +1070,7 @@ lab.read(
 # **How a program finds its sequence.** The host would have to wait to read the offsets from GPU
 # memory, so it is given only the length of the longest sequence. For each sequence, it
 # launches as many programs as the longest needs: two in the figure, where a tile has 4 queries.
+#
 # Each program reads two neighbouring offsets, and returns at once if its tile lies past the end:
 
 lab.source(small.packed_kernel, "place")
@@ -1070,10 +1079,10 @@ lab.source(small.packed_kernel, "place")
 # After advancing all pointers by ``begin`` rows, the program is a causal kernel for a single text,
 # with two differences.
 #
-# First, a tile of keys may extend past the end, into the next sequence or out of the tensor, which
-# must not be read, so both loads are masked. Inside the tensor, a foreign key would do no harm,
-# because the causal mask replaces its score. A foreign value has weight zero, but zero times NaN is
-# NaN, so it must read as zero:
+# First, a tile of keys may extend past the end, so both loads are masked. Outside the tensor,
+# nothing may be read at all. Inside it, a key of the next sequence would do no harm, because the
+# causal mask replaces its score. A value of the next sequence would, because its weight is zero,
+# and zero times NaN is NaN. So it must read as zero:
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_in_models.py
 #    :language: python
@@ -1138,8 +1147,8 @@ needs = tiles(LENGTHS, 128)
 assert 64 * choice.VARLEN_DEFAULTS[128].consumers == 128
 lab.read(
     f"**With tiles of 128 queries, {in_grid - needs:,} of {in_grid:,} programs per head return at "
-    "once** for the texts that we time. Our kernels for Hopper GPUs compute from the offsets how "
-    f"many tiles each sequence has, or one more: here {in_slots - needs} too many per head."
+    "once** for the texts that we time. Our kernels for Hopper GPUs plan at most one tile too many "
+    f"per sequence: here {in_slots - needs} per head."
     if in_slots - needs < (in_grid - needs) / 10
     else f"For the texts that we time, with tiles of 128 queries, {in_grid - needs:,} of "
     f"{in_grid:,} programs per head return at once."
@@ -1151,9 +1160,10 @@ lab.read(
 #    In our kernels for Hopper GPUs, sequence ``b`` begins at slot ``cu[b] // 128 + b``, where
 #    ``cu`` holds the offsets, and has as many slots as tiles, or one more. The backward pass
 #    launches one program per slot. The forward pass launches one per SM, which computes tile after
-#    tile, because a program with a single short tile spends much of its time starting and
-#    finishing. Before that, a small kernel writes a table of the tiles, with those that see many
-#    keys first, so that all programs end together. None of this makes the host read the offsets.
+#    tile, so that short tiles do not each have to start and finish a program. Before that, a small
+#    kernel writes a table of the tiles. As long as L2 holds the keys and values of a head, tiles
+#    that see many keys come first, so that no long tile starts last. None of this makes the host
+#    read the offsets.
 #
 #    With tiles of :math:`M` rows, let a sequence of :math:`L` rows begin at row :math:`c`. The next
 #    one begins :math:`\lfloor (c + L) / M \rfloor - \lfloor c / M \rfloor + 1` slots later. The
@@ -1320,7 +1330,6 @@ def packed_cost(name, passes):
 
 
 kept = {passes: packed_cost("Kernel Book", passes) for passes in PASSES}
-digits = digits_for(SHARE / OF_PADDED, *kept.values())
 in_triton = {
     passes: packed_cost("plain Triton", passes)
     / (SHARE * packed_cost("padded, plain Triton", passes))
@@ -1343,13 +1352,13 @@ def scatter(passes):
 
 
 lab.read(
-    f"**Packing takes {100 * kept['forward']:.{digits}f} % of the padded time forward** and "
-    f"{100 * kept['backward']:.{digits}f} % backward. "
+    f"**Packing takes {100 * kept['forward']:.0f} % of the padded time forward and "
+    f"{100 * kept['backward']:.0f} % backward.** "
     f"{against(SHARE / OF_PADDED, kept)}"
     + "".join(
-        f" The miss, {100 * (kept[passes] - SHARE / OF_PADDED):.{digits}f} points, is smaller than "
-        "the scatter of our packed timings, "
-        f"{100 * scatter(passes):.{digits}f} points from the 20th to the 80th percentile."
+        f" Before rounding, the miss is {100 * (kept[passes] - SHARE / OF_PADDED):.2f} points. Our "
+        f"packed timings scatter by more, {100 * scatter(passes):.2f} points from the 20th to the "
+        "80th percentile."
         for passes in PASSES
         if 0 < kept[passes] - SHARE / OF_PADDED < scatter(passes)
     )
@@ -1438,10 +1447,11 @@ lab.together(
 # --------
 #
 # A model that generates text computes one token at a time, so a layer has a single query per head,
-# but many keys: the *KV cache* of all earlier tokens. With :math:`N` keys and ``head_dim``
-# :math:`D`, a head does :math:`4 N D` operations on :math:`2 N D` numbers of 2 bytes, which is one
-# operation per byte. A GPU can do more than a hundred while it moves one byte, so decoding is
-# limited by how fast it reads keys and values.
+# but many keys: the *KV cache* of all earlier tokens.
+#
+# With :math:`N` keys and ``head_dim`` :math:`D`, a head does :math:`4 N D` operations on
+# :math:`2 N D` numbers of 2 bytes, which is one operation per byte. A GPU can do more than a
+# hundred while it moves one byte, so reading the keys and values limits the speed of decoding.
 #
 # To reach that limit, all SMs must read. We therefore split the *keys*: each program computes the
 # output of its part as if there were no other keys, and the parts are merged (*Flash-Decoding*).
@@ -1525,9 +1535,9 @@ def curve(axes, rows):
 
 def curve_in_words(rows):
     copied = statistics.median(rates_of(rows, "copy").values())
-    found = ", ".join(f"{n} parts {rate:,.0f}" for n, rate in rates_of(rows).items())
+    found = ", ".join(f"{n}: {rate:,.0f}" for n, rate in rates_of(rows).items())
     return (
-        f"A line over the number of parts, GB/s: {found}; a copy {copied:,.0f}. A mark stands at "
+        f"GB/s by the number of parts. {found}. A copy: {copied:,.0f}. A mark stands at "
         f"{processors(rows)} programs, one per SM."
     )
 
@@ -1600,9 +1610,11 @@ lab.sketch(
 # **The merge.** Let :math:`A` and :math:`B` be two parts of the keys. Each yields an average of its
 # values: their weighted sum, divided by the part's own sum of exponentials. If these sums are 1 in
 # :math:`A` and 3 in :math:`B`, the output over all keys is one quarter of the first average plus
-# three quarters of the second. Each part therefore stores its average and the logarithm of its sum,
-# the :term:`logsumexp` :math:`\mathrm{lse}_A = \log \sum_{j \in A} e^{s_j}` of its scores
-# :math:`s_j`, and from both we obtain
+# three quarters of the second.
+#
+# Each part therefore stores its average and the logarithm of its sum, the :term:`logsumexp`
+# :math:`\mathrm{lse}_A = \log \sum_{j \in A} e^{s_j}` of its scores :math:`s_j`. From both we
+# obtain
 #
 # .. math::
 #
@@ -1658,10 +1670,10 @@ lab.table(rows, "Eight parts merged: error relative to the output")
 
 # %%
 # **The kernel.** Program (``head``, ``part``) loads one query ``q``, scales it, and loops over the
-# ``share`` keys of its part. Unlike in a window, the query sees at least one key of every tile, so
-# ``m_new`` is finite and ``m_i`` may begin at :math:`-\infty`. With a single query, a score is just
-# a sum of products and needs no matmul. The rest is the loop of :doc:`/chapters/attention_forward`,
-# except that ``m_i`` and ``l_i`` are single numbers:
+# ``share`` keys of its part. The loop is that of :doc:`/chapters/attention_forward` for a single
+# query: a score is a sum of products, without a matmul, and ``m_i`` and ``l_i`` are single numbers.
+# Unlike in a window, the query sees at least one key of every tile, so ``m_new`` is finite and
+# ``m_i`` may begin at :math:`-\infty`:
 
 lab.source(small.part_kernel, "loop")
 
@@ -1696,7 +1708,7 @@ k, v = torch.randn(2, 2, 100, 32, device=runtime.DEVICE)
 # %%
 # **Grouped heads.** In *grouped-query attention* (GQA), several query heads share one head of keys
 # and values. With one program per query head, several would read the same keys. Instead, one
-# program takes all queries of a group as the rows of a tile and reads each key once, and the scores
+# program takes all queries of a group as the rows of a tile, so it reads each key once. The scores
 # become a matmul again. In PyTorch, with 8 query heads sharing 2 heads of keys:
 
 rows = q.view(2, 4, 32)  # for each head of keys, the four queries that share it
@@ -1759,8 +1771,8 @@ lab.read(
 )
 
 # %%
-# Each column has its own copy, and *one part* is our kernel without a split. In the last column, 32
-# query heads share 8 heads of keys, in a batch of 8.
+# Each column is relative to a copy of its own keys and values, and *one part* is our kernel without
+# a split. In the last column, 32 query heads share 8 heads of keys, in a batch of 8.
 
 
 # Measuring
@@ -1866,14 +1878,7 @@ def best_reader(where):
 gained = of_ours[0] / steps.share("one part", **long)
 reached = [of_ours[0] >= OF_COPY, of_ours[1] >= OF_COPY_GROUPED]
 lab.read(
-    (
-        "We timed the table apart from the figure of the parts, so times of the same work differ "
-        f"by up to {100 * max(apart):.1f} %; before rounding, the split is {gained:.1f} times as "
-        "fast as one part here. "
-        if apart
-        else ""
-    )
-    + f"**With {KEYS:,} keys, our kernel reads at {100 * of_ours[0]:.0f} % of a copy's speed, and "
+    f"**With {KEYS:,} keys, our kernel reads at {100 * of_ours[0]:.0f} % of a copy's speed, and "
     f"with grouped heads at {100 * of_ours[1]:.0f} %**"
     + (
         ". "
@@ -1888,7 +1893,13 @@ lab.read(
         else f"The fastest libraries are {at_long} with {100 * long_peer:.0f} %, and {at_grouped} "
         f"with {100 * grouped_peer:.0f} %. "
     )
-    + (
+)
+
+# %%
+
+# Reading
+lab.read(
+    (
         "FlashAttention's `flash_attn_func` refuses to split keys on this GPU, and we did not time "
         "its function for KV caches. "
         if flash_is == "refused"
@@ -1961,6 +1972,13 @@ lab.together(
         ],
         "Microseconds of a copy and of our kernel, with all its keys and with fewer",
     ),
+    lab.read(
+        "We timed these columns apart from the figure of the parts, so times of the same work "
+        f"differ by up to {100 * max(apart):.1f} %. Before rounding, the split is {gained:.1f} "
+        f"times as fast as one part with {KEYS:,} keys."
+    )
+    if apart
+    else None,
 )
 
 # %%
@@ -2193,12 +2211,12 @@ for number in range(len(lengths)):
     assert all(torch.equal(a[own], b[own]) for a, b in zip(found, alone, strict=True))
 lab.read(
     "**NaN as a probe.** A correct output does not show which tiles were loaded, but a NaN does, "
-    "even where its weight is zero. We therefore filled one tile of "
-    f"values at a time with NaN. **In plain Triton, with the {len(cases)} windows that we tried, "
-    "no tile of values was loaded in vain**, because the NaN reached only the tiles of queries "
-    "that see one of its keys. "
+    "because it spoils the output even where its weight is zero. We filled one tile of values at "
+    "a time with NaN. In plain Triton, with the "
+    f"{len(cases)} windows that we tried, it reached only the tiles of queries that see one of its "
+    "keys. **So no tile of values was loaded in vain.** "
     + (
-        "We tried the kernel for Hopper GPUs with one window only; it passed."
+        "The kernel for Hopper GPUs passed too, but we tried only one window."
         if passes_too
         else "The kernel for Hopper GPUs loaded "
         f"{of_hopper['loaded, not needed']} tiles that no query needs, in addition to "
@@ -2270,9 +2288,9 @@ lab.table(rows, f"A window of W = {W} keys")
 
 # %%
 # **Offsets shifted by one.** Suppose each offset between two texts points one token too far, so the
-# first token of a text is counted with the text before. That token then sees the text before,
-# although it should see only itself, and all later tokens of its text miss their first key. The
-# first text gains a token, but its own queries do not see it.
+# first token of a text is counted with the text before. That token should see only itself, but now
+# sees the text before. All later tokens of its text miss their first key. The first text gains a
+# token, but its own queries do not see it.
 
 # Measuring
 lengths = (40, 30, 50)
@@ -2307,16 +2325,11 @@ lab.table(rows, "Offsets shifted by one: error relative to the query's output")
 # --------
 
 # Reading
-later = (
-    " (on a Hopper GPU, those of a later chapter)"
-    if BY_ITSELF["forward"] != "plain Triton"
-    else ""
-)
 lab.read(
-    f"Forward, with the default kernels{later}, a window took "
-    f"{100 * took['forward']:.0f} % of the time for {100 * SEEN[middle]:.0f} % of the scores, and "
-    f"a packed batch {100 * kept['forward']:.0f} % for {100 * SHARE:.0f} %. Decoding read at "
-    f"{100 * of_ours[0]:.0f} % of a copy's speed."
+    f"Forward, our default kernel took {100 * took['forward']:.0f} % of the time for a window with "
+    f"{100 * SEEN[middle]:.0f} % of the scores, and {100 * kept['forward']:.0f} % for a packed "
+    f"batch with {100 * SHARE:.0f} %. Decoding of {KEYS:,} keys read at {100 * of_ours[0]:.0f} % "
+    "of a copy's speed."
 )
 
 # %%

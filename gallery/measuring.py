@@ -101,11 +101,9 @@ def events(run, before=lambda: None):
 # picture show what each way measures.
 #
 # .. image:: /figures/measuring-timelines.svg
-#    :alt: Timelines of the host and the GPU for four ways of timing. The clock stops when the host
-#          has queued the kernel, long before the GPU has run it. With a wait it stops after the
-#          kernel, and includes the launch and the wait. Two events around a launch include the time
-#          in which the GPU waits for the host. After a pause, both events and the kernel are queued
-#          before the GPU reaches them, and the events enclose the kernel alone.
+#    :alt: Timelines of the host and the GPU for four ways of timing. The clock measures the launch.
+#          With a wait, it measures launch, kernel and wait. Events include the GPU's wait for the
+#          host. Events after a pause enclose the kernel alone.
 #
 # One effect of the previous run remains: a small input may still be in the :term:`L2` cache. We
 # time the cold case: before the pause, the fifth way overwrites the cache with more zeros than any
@@ -273,17 +271,9 @@ nothing = {way: cell(five_ways, way, "nothing, µs") for way in WAYS}
 lab.together(
     five_ways,
     lab.read(
-        f"Around a call that does nothing, `clock_and_wait` shows {nothing['clock and wait']:.0f} "
-        f"µs, and two events without a pause show {nothing['events']:.0f}. "
-        + (
-            "We do not know why the events show more in every column. "
-            if all(
-                found["events"] > found["clock and wait"]
-                for found in (large, small, nothing)
-            )
-            else ""
-        )
-        + "We have not broken down the rest of the host's time."
+        "Around a call that does nothing, `clock_and_wait` shows "
+        f"{nothing['clock and wait']:.0f} µs, and two events without a pause show "
+        f"{nothing['events']:.0f}. The rest of the overhead comes with the call."
     ),
 )
 
@@ -295,21 +285,26 @@ added = [
     for way in ("clock and wait", "events")
     for found in (large, small)
 ]
-lab.read(
-    f"`clock` shows {large['clock']:.0f} µs for the large softmax and {small['clock']:.0f} for the "
-    f"small one, although the large one takes {large[best] / small[best]:.0f} times as long: it "
-    "never sees the kernel. At both sizes, `clock_and_wait` and two events without a pause show "
-    f"{min(added):.0f} to {max(added):.0f} µs more than events after a pause. "
-    "This overhead is the host's: it disappears when the host works during a pause."
+lab.together(
+    lab.read(
+        f"`clock` shows {large['clock']:.0f} µs for the large softmax and {small['clock']:.0f} for "
+        f"the small one, although the large one takes {large[best] / small[best]:.0f} times as "
+        "long: it never sees the kernel."
+    ),
+    lab.read(
+        "At both sizes, `clock_and_wait` and two events without a pause show "
+        f"{min(added):.0f} to {max(added):.0f} µs more than events after a pause. "
+        "This overhead is the host's: it disappears when the host works during a pause."
+    ),
 )
 
 # %%
 
 # Reading
 lab.read(
-    f"Two events with nothing between them are already {nothing[best]:.1f} µs apart, "
-    f"{100 * nothing[best] / 20:.0f} % of a time of 20 µs. We do not subtract this, because part "
-    "of it may overlap the kernel, so read times below 20 µs as upper bounds."
+    f"Even two events with nothing between them are {nothing[best]:.1f} µs apart. We do not "
+    "subtract this, because part of it may overlap the kernel. **Read times below 20 µs as upper "
+    "bounds.**"
 )
 
 # %%
@@ -388,10 +383,11 @@ lab.together(
     lab.read(
         "The gap between neighbouring floats grows with their size. In bfloat16 it is 1/32 from 4 "
         "on, so 4 + 0.01 rounds back to 4 and the sum stops growing. In float16 it keeps growing, "
-        "but every addition is rounded to few bits. With a float32 accumulator, little is lost "
-        "beyond the rounding of 0.01 itself. Casting the number to float32 first makes no "
-        "difference, since PyTorch casts before it adds: storing a number in 16 bits costs one "
-        "rounding either way."
+        "but every addition is rounded to few bits."
+    ),
+    lab.read(
+        "With a float32 accumulator, little is lost beyond the rounding of 0.01 itself. Casting "
+        "the number to float32 first makes no difference, since PyTorch casts before it adds."
     ),
     lab.read(
         "The tolerance is twice PyTorch's own error or one unit in the last place (ulp), whichever "
@@ -543,36 +539,32 @@ def host_bars(axes, rows):
 # %%
 
 # Folded: Where the host's time goes, and one call alone beside many in a row
-fastest, slowest = (cell(in_a_row, 1000, column) for column in ("fastest", "slowest"))
+alone, again = small["clock and wait"], cell(in_a_row, 1, "µs per call, median")
 took = {
     name: cell(host, name, "µs")
     for name in (
-        "torch.empty_like",
         "a cached launch",
         "kernel[grid](...)",
-        "seeded_dropout",
         "dropout, drawing a seed",
         "copy_ of PyTorch",
     )
 }
-drawing = took["dropout, drawing a seed"] - took["seeded_dropout"]
-rest = took["seeded_dropout"] - took["a cached launch"] - took["torch.empty_like"]
 lab.together(
     lab.draw(
         host, "Where the host's time of one dropout goes", host_in_words, host_bars
     ),
     lab.read(
-        "We take apart a call to dropout, which has one part more than softmax because it draws a "
-        "random seed. We time each part in series of twenty calls and show the fastest of 60 "
-        "series, since other work on the host can only add to what the code itself needs. The call "
-        f"keeps the host busy for {took['dropout, drawing a seed']:.1f} µs: drawing the seed takes "
-        f"{drawing:.1f}, allocating the output {took['torch.empty_like']:.1f} and launching the "
-        f"kernel {took['a cached launch']:.1f}. The remaining {rest:.1f} µs go to the rest of the "
-        "Python code in `seeded_dropout`, the book's function, which checks its arguments and "
-        "plans the launch. Triton's own launch, `kernel[grid](...)`, takes "
-        f"{took['kernel[grid](...)']:.1f} µs, because it examines every argument to find the "
-        "compiled kernel, which the book's operators remember. PyTorch's `copy_`, whose host code "
-        f"is C++, finishes everything in {took['copy_ of PyTorch']:.1f} µs."
+        "We take apart a call to dropout, which also draws a random seed. It keeps the host busy "
+        f"for {took['dropout, drawing a seed']:.0f} µs. We time each part in series of twenty "
+        "calls and show the fastest of 60 series, since other work on the host can only add to the "
+        "time. The rest of `seeded_dropout` is Python code, which checks the arguments and plans "
+        "the launch."
+    ),
+    lab.read(
+        "The book's operators remember the compiled kernel, and launch it in "
+        f"{took['a cached launch']:.1f} µs. Triton's own launch, `kernel[grid](...)`, examines "
+        f"every argument to find that kernel, and takes {took['kernel[grid](...)']:.1f}. All of "
+        f"PyTorch's `copy_`, whose host code is C++, takes {took['copy_ of PyTorch']:.1f}."
     ),
     lab.read(
         "A single call, timed with a wait, takes longer than one of many in a row, because many "
@@ -580,9 +572,12 @@ lab.together(
     ),
     in_a_row,
     lab.read(
-        "The host is also less steady than the GPU: in five repeats of a thousand calls, it took "
-        f"{fastest:.0f} to {slowest:.0f} µs per call, and `clock` above shows "
-        f"{large['clock']:.0f} and {small['clock']:.0f} for the same code."
+        "The host's speed changes even within one run of this page: for the same single call, "
+        f"`clock_and_wait` shows {again:.0f} µs here and {alone:.0f} in the first figure. We do "
+        "not know why. Compare times of the host only within one table."
+        if max(alone, again) > 1.2 * min(alone, again)
+        else f"For the same single call, `clock_and_wait` shows {again:.0f} µs here and "
+        f"{alone:.0f} in the first figure."
     ),
 )
 
@@ -652,19 +647,26 @@ as_graph, singly = (
 )
 gains = [singly[rows] / as_graph[rows] for rows in bound]
 by_host = [singly[rows] for rows in bound]
-lab.read(
-    f"Up to {bound[-1]:,} rows, the graph is {min(gains):.0f} to {max(gains):.0f} times as fast, "
-    "because one call replaces ten."
-    + (
-        " (One by one, more rows took less time: the host is unsteady, see the fold.)"
-        if by_host[-1] < by_host[0] / 1.2
-        else " (The fold shows how unsteady the host is.)"
-        if max(by_host) > 1.2 * min(by_host)
-        else ""
-    )
-    + f" At {many:,} rows, it saves {100 * (1 - as_graph[many] / singly[many]):.0f} % of the time. "
-    "A graph pays off for kernels shorter than their launches, if shapes and addresses stay the "
-    "same."
+alone_there = cell(graph, many, "kernels alone, µs")
+lab.together(
+    lab.read(
+        f"Up to {bound[-1]:,} rows, the graph is {min(gains):.0f} to {max(gains):.0f} times as "
+        "fast, because one call replaces ten."
+        + (
+            " (The fold shows how unsteady the host is.)"
+            if max(by_host) > 1.2 * min(by_host)
+            else ""
+        )
+    ),
+    lab.read(
+        f"At {many:,} rows, it saves {100 * (1 - as_graph[many] / singly[many]):.0f} %"
+        + (
+            ", because the kernels take longer than their launches"
+            if alone_there > max(by_host)
+            else ""
+        )
+        + ". A graph pays off for short kernels, if shapes and addresses stay the same."
+    ),
 )
 
 # %%
@@ -755,8 +757,9 @@ lab.read(
         if slowest_first == "Triton, autotuned"
         else f"The longest first call belongs to {NAMES[slowest_first]}: "
     )
-    + f"{times[slowest_first][0] / 1e3:.1f} seconds, about {round(ratio_of_first, -4):,.0f} times "
-    "the tenth call. (We made Triton compile anew; usually it finds compiled kernels on disk.)"
+    + f"{times[slowest_first][0] / 1e3:.1f} seconds, about "
+    f"{float(f'{ratio_of_first:.0e}'):,.0f} times the tenth call. "
+    "(We made Triton compile anew; usually it finds compiled kernels on disk.)"
 )
 
 # %%
@@ -857,16 +860,27 @@ beyond_l2 = [mib for mib in gain if mib > l2] or [last]
 alike = next(  # from where on the cache helps by no more than 1 %
     (mib for mib in gain if all(gain[m] < 1.015 for m in gain if m >= mib)), last
 )
-lab.read(
-    f"The cache helps most at {most:,} MiB, by a factor of {gain[most]:.2f}"
-    + (
-        f"; we do not know why it helps less at {fits:,} MiB, which would fit. "
-        if gain[fits] < gain[most]
-        else ". "
-    )
-    + f"Beyond L2, the gain shrinks from {100 * (gain[beyond_l2[0]] - 1):.0f} % at "
-    f"{beyond_l2[0]:,} MiB to {100 * (gain[alike] - 1):.0f} % at {alike:,}, where you need no "
-    "flush. Below, flush, unless your program leaves the input in the cache."
+brief = most * 2**20 / warm[most] / 1e3 < 20  # µs
+lab.together(
+    lab.read(
+        f"The cache helps most at {most:,} MiB, where a warm copy is {gain[most]:.2f} times as "
+        "fast."
+        + (
+            " Since two events add to such short times, the true gain may be larger."
+            if brief
+            else ""
+        )
+        + (
+            f" We do not know why the cache helps less at {fits:,} MiB, which would fit."
+            if gain[fits] < gain[most]
+            else ""
+        )
+    ),
+    lab.read(
+        f"Beyond L2, the gain shrinks from {100 * (gain[beyond_l2[0]] - 1):.0f} % at "
+        f"{beyond_l2[0]:,} MiB to {100 * (gain[alike] - 1):.0f} % at {alike:,}, where you need no "
+        "flush. For smaller inputs, flush, unless your program leaves them in the cache."
+    ),
 )
 
 # %%
@@ -874,7 +888,7 @@ lab.read(
 # -----------------------
 #
 # Triton and PyTorch provide loops, too, which differ in whether they keep the host and the cache
-# out of a time. We time three softmaxes with each.
+# out of a time. We time three softmaxes with each, three times.
 
 
 # Measuring
@@ -942,11 +956,14 @@ suites = lab.measure("One softmax in five loops", loops)
 flushed, by_book = (
     cell(suites, loop, "64 × 1,024, µs") for loop in ("do_bench", "this book's")
 )
-too_brief = flushed > 1.2 * by_book  # do_bench's flush, to keep the host out
+apart_of = {row["loop"]: row["apart, at most, %"] for row in suites.rows}
+too_brief = (  # do_bench's flush, to keep the host out: always, or in some repeats
+    flushed > 1.2 * by_book or apart_of.get("do_bench", 0) > 20
+)
 LOOPS = {
     "events around a loop": ("no", "no"),
     "torch.utils.benchmark": ("no", "no"),
-    "do_bench": ("in part" if too_brief else "by its flush", "yes"),
+    "do_bench": ("in part" if too_brief else "yes", "yes"),
     "do_bench_cudagraph": ("yes", "no"),
     "this book's": ("yes", "yes"),
 }
@@ -957,11 +974,12 @@ lab.table(
         | {
             what.removesuffix(", µs"): f"{took:.1f}"
             for what, took in row.items()
-            if "µs" in what
+            if "µs" in what and "16,384" not in what
         }
+        | {"repeats apart, %": f"{row['apart, at most, %']:.0f}"}
         for row in suites.rows
     ],
-    "Three softmaxes in five loops, µs",
+    "The two smaller softmaxes in five loops, µs",
 )
 
 # %%
@@ -980,68 +998,58 @@ by_the_host = found_by("events around a loop") + found_by("torch.utils.benchmark
 in_graph = found_by("do_bench_cudagraph")[1]
 by_graph = 2 * 2 * 2048 * 4096 / in_graph / 1e3  # read and written, in 16 bits
 spans = numpy.ceil(100 * (max(all_large) / min(all_large) - 1))
-lab.read(
-    f"On the large input, all agree within {spans:.0f} %. On the others, the first two loops show "
-    f"the pace of the host, {min(by_the_host):.0f} to {max(by_the_host):.0f} µs per call in a row. "
-    "`do_bench_cudagraph` shows the shortest times, presumably because it neither flushes nor "
-    "records an event between two runs."
-)
-
-# %%
-
-# Reading
-agree = any(  # is do_bench right for one of the inputs?
-    abs(cell(suites, "do_bench", size) / cell(suites, "this book's", size) - 1) < 0.05
-    for size in sizes
-)
-lab.read(
-    (
-        "Triton's `do_bench` keeps the host out only if a launch is shorter than the flush before "
-        f"it: for the small softmax, it shows {flushed:.1f} µs, and `gpu_time` {by_book:.1f}. Use "
-        "`do_bench` with `return_mode='median'` for kernels far longer than their launch, and "
-        "`gpu_time` for all others. "
-        if agree and too_brief
-        else "Triton's `do_bench` with `return_mode='median'` will do if a launch is shorter than "
-        "the flush before it, which then serves as the pause; for a longer launch, use `gpu_time`. "
-        if agree
-        else "Use `gpu_time`, because `do_bench` was off for each of these inputs. "
-        if suites.rows
-        else f"{nan} "
-    )
-    + "For a kernel that will be replayed in a graph, use `do_bench_cudagraph`; for the pace of "
-    "many calls in a row, host included, use `torch.utils.benchmark`."
-)
-
-# %%
-
-# Folded: The loops in numbers, and how do_bench keeps the host out
+steady = [loop for loop, percent in apart_of.items() if percent < 2]
 lab.together(
     lab.read(
-        "`do_bench` has no pause, but its flush keeps the GPU busy while the host queues the kernel"
-        + (
-            f", though too briefly here: all but {by_book:.0f} of its {flushed:.0f} µs are "
-            "presumably the host's."
-            if too_brief
-            else ", long enough for this launch."
-        )
-        + " It returns the mean unless you call it with `return_mode='median'`, as we do."
-        + (
-            " In the long series of the first two loops, the host is faster than in the single "
-            "calls above."
-            if max(by_the_host) < small["clock"]
-            else ""
-        )
-        + (
-            f" In `do_bench_cudagraph`, the {in_graph:.1f} µs of the middle softmax would mean "
-            f"{by_graph:,.0f} GB/s, more than any copy above, so some of the data came from the "
-            "cache."
-            if by_graph > 1.1 * max(warm.values())
-            else ""
-        )
-        + " We ran each loop three times, in an order drawn anew; the table shows the median and "
-        "how far apart the three were."
+        f"On the large input, 16,384 × 8,192, all agree within {spans:.0f} %. On the others, the "
+        f"first two loops show the pace of the host, {min(by_the_host):.0f} to "
+        f"{max(by_the_host):.0f} µs per call in a row."
     ),
+    lab.read(
+        "`do_bench_cudagraph` shows the shortest times, presumably because it neither flushes nor "
+        "records an event between two runs."
+    ),
+    lab.read(
+        "The two loops that keep the host out are steady: their repeats lie within "
+        f"{numpy.ceil(max(apart_of[loop] for loop in steady)):.0f} %. Those of `do_bench` lie up "
+        f"to {apart_of['do_bench']:.0f} % apart. It has no pause: its flush keeps the GPU busy "
+        "while the host queues the kernel, but presumably not always long enough."
+    )
+    if too_brief and steady == ["do_bench_cudagraph", "this book's"]
+    else None,
+)
+
+# %%
+# Choose the loop by what you want to know:
+#
+# - *A kernel from a cold cache:* ``gpu_time``, or ``do_bench`` with ``return_mode='median'`` if the
+#   kernel takes far longer than its launch.
+# - *A kernel that will be replayed in a graph:* ``do_bench_cudagraph``.
+# - *The pace of many calls in a row, host included:* ``torch.utils.benchmark``.
+
+# %%
+
+# Folded: The loops in numbers
+lab.together(
     suites,
+    lab.read(
+        "We ran each loop three times, in an order drawn anew. The table shows the median, and how "
+        "far apart the three were on the least steady input. `do_bench` returns the mean unless "
+        "you call it with `return_mode='median'`, as we do."
+    ),
+    lab.read(
+        "In the long series of the first two loops, the host is faster than in the single calls "
+        "of the first figure."
+    )
+    if max(by_the_host) < small["clock"]
+    else None,
+    lab.read(
+        f"In `do_bench_cudagraph`, the {in_graph:.1f} µs of the softmax of 2,048 × 4,096 "
+        f"would mean {by_graph:,.0f} GB/s, more than any copy above, so some of the data came from "
+        "the cache."
+    )
+    if by_graph > 1.1 * max(warm.values())
+    else None,
 )
 
 # %%
@@ -1255,84 +1263,95 @@ reason = works[names[0]].get("reason", "not readable")
 by_clock = 100 * (from_mhz[names[0]] / to_mhz[names[0]] - 1)
 falls = clock_falls(names[0])
 low = watts[names[1]] < 0.9 * watts[names[0]]
-lab.read(
-    f"On a busy GPU, the matmul of random numbers takes {slower[names[0]]:.1f} % longer"
-    + (" and its clock falls" if falls else "")
-    + (
-        f", presumably because the GPU draws nearly its limit of {limit[names[0]]:.0f} W: "
-        "`nvidia-smi` gives the power cap as the reason."
-        if falls and "power cap" in reason and watts[names[0]] > 0.95 * limit[names[0]]
-        else f", for which `nvidia-smi` gives the reason “{reason}”."
-        if falls and reason not in ("not readable", "none")
-        else "."
-    )
-    + (
-        " The matmul of zeros also slows down"
+same_reason = works[names[1]].get("reason") == reason
+lab.together(
+    lab.read(
+        f"On a busy GPU, the matmul of random numbers takes {slower[names[0]]:.1f} % longer"
+        + (" and its clock falls. " if falls else ". ")
         + (
-            ", with the same reason given"
-            if reason not in ("not readable", "none")
-            and works[names[1]].get("reason") == reason
+            f"The GPU draws nearly its limit of {limit[names[0]]:.0f} W, and `nvidia-smi` gives "
+            "the power cap as the reason."
+            if falls
+            and "power cap" in reason
+            and watts[names[0]] > 0.95 * limit[names[0]]
+            else f"`nvidia-smi` gives the reason “{reason}”."
+            if falls and reason not in ("not readable", "none")
             else ""
         )
-        + f", although it draws only {watts[names[1]]:.0f} W; we do not know why (see the fold)."
-        if low and clock_falls(names[1])
-        else ""
+    ),
+    lab.read(
+        "The matmul of zeros slows down, too, "
+        + (
+            "with the same reason given, "
+            if reason not in ("not readable", "none") and same_reason
+            else ""
+        )
+        + f"although it draws only {watts[names[1]]:.0f} W. We do not know why."
     )
-    + (
-        " The copies do not slow down."
-        if all(least[name] <= 0 and slower[name] < 1 for name in copies_of)
-        else ""
-    )
+    if low and clock_falls(names[1])
+    else None,
+    lab.read("The copies do not slow down.")
+    if all(least[name] <= 0 and slower[name] < 1 for name in copies_of)
+    else None,
 )
 
 # %%
 
 # Reading
-lab.read(
-    f"Zeros flatter a matmul: on a busy GPU, it takes {100 * (1 - zeros / random):.0f} % less time "
-    "than on random numbers"
-    + (
-        " and draws far less power, presumably because bits that do not change cost little"
-        if low
-        else ""
-    )
-    + ". **Never time a matmul on zeros**, or on memory that nobody has filled, and whenever you "
-    "read a time, read the clock too, with `nvidia-smi -q -d CLOCK,PERFORMANCE`."
-    if random > 1.02 * zeros
-    else f"On a busy GPU, the matmul takes {random:,.0f} µs on random numbers and {zeros:,.0f} on "
-    "zeros, so on this machine the numbers hardly matter. To see if a clock falls, and why, ask "
-    "`nvidia-smi -q -d CLOCK,PERFORMANCE`."
+lab.together(
+    lab.read(
+        f"Zeros flatter a matmul: on a busy GPU, it takes {100 * (1 - zeros / random):.0f} % less "
+        "time than on random numbers"
+        + (
+            " and draws far less power, presumably because bits that do not change cost little"
+            if low
+            else ""
+        )
+        + ". **Never time a matmul on zeros**, or on memory that nobody has filled."
+        if random > 1.02 * zeros
+        else f"On a busy GPU, the matmul takes {random:,.0f} µs on random numbers and {zeros:,.0f} "
+        "on zeros, so on this machine the numbers hardly matter."
+    ),
+    lab.read(
+        "Whenever you read a time, read the clock too, with `nvidia-smi -q -d CLOCK,PERFORMANCE`."
+    ),
 )
 
 # %%
 
 # Folded: The numbers of the figure, and what the clocks did
-reason = works[names[1]].get("reason", "not readable")
 signed = [f"{slower[name]:+.1f}".replace("-", "−") for name in copies_of]
+by_clock_of_zeros = 100 * (from_mhz[names[1]] / to_mhz[names[1]] - 1)
 lab.together(
+    power,
     lab.read(
         "In each of four turns, the GPU rests for 0.4 seconds and runs a batch of ten, then stays "
         "busy for as long and runs another. We read the power from `nvidia-smi`, and the clock "
-        "from how long a pause of known cycles takes after each batch. "
-        + (
-            "If the time of the matmul of random numbers followed its clock, it would be "
-            f"{by_clock:.0f} % longer; we do not know why it is less. "
-            if by_clock > slower[names[0]] + 3
-            else ""
-        )
-        + (
-            f"The clock of the matmul of zeros falls {clock_falls(names[1])} at "
-            f"{watts[names[1]]:.0f} W"
-            + (
-                f"; `nvidia-smi` gives “{reason}” as the reason"
-                if reason not in ("not readable", "none")
-                else ""
-            )
-            + ". "
-            if clock_falls(names[1])
-            else ""
-        )
-        + (
+        "from how long a pause of known cycles takes after each batch."
+    ),
+    lab.read(
+        f"The matmul of zeros follows its clock, which falls {clock_falls(names[1])}: it "
+        f"should take {by_clock_of_zeros:.1f} % longer, and takes {slower[names[1]]:.1f} % longer."
+    )
+    if clock_falls(names[1]) and abs(by_clock_of_zeros - slower[names[1]]) < 1
+    else None,
+    lab.read(
+        "If the matmul of random numbers followed its clock, it would take "
+        f"{by_clock:.0f} % longer instead of {slower[names[0]]:.0f}. We do not know why it does "
+        "not."
+    )
+    if by_clock > slower[names[0]] + 3
+    else None,
+    lab.read(
+        "Even after a rest, it takes "
+        f"{rested[names[0]]:,.0f} µs and the matmul of zeros {rested[names[1]]:,.0f}, although we "
+        "count nearly the same clock after both. The clock may have dipped during the runs, in "
+        "which case power costs this matmul more than the figure shows."
+    )
+    if slowed_at_rest and by_clock > slower[names[0]] + 3
+    else None,
+    lab.read(
+        (
             "The copies lose clock too"
             if any(clock_falls(name) for name in copies_of)
             else "The copies keep their clock"
@@ -1349,16 +1368,7 @@ lab.together(
             if least[copies_of[0]] <= most[copies_of[0]]
             else ", which one measurement of each does not tell from chance."
         )
-        + (
-            f" Even after a rest, the matmul of random numbers takes {rested[names[0]]:,.0f} µs "
-            f"and that of zeros {rested[names[1]]:,.0f}, although we count nearly the same clock "
-            "after both. The clock may have dipped during the runs, in which case power costs this "
-            "matmul more than the figure shows."
-            if slowed_at_rest
-            else ""
-        )
     ),
-    power,
 )
 
 # %%
@@ -1400,7 +1410,8 @@ def at_most(rows):
 
 
 def sorted_runs(rows):
-    found = ", ".join(f"{share} % {took:.2f}" for share, took in at_most(rows).items())
+    times = at_most(rows)
+    found = ", ".join(f"{share} % {times[share]:.2f}" for share in (0, 20, 50, 80, 100))
     return f"The time that a share of the runs did not exceed, in µs: {found}."
 
 
@@ -1460,12 +1471,17 @@ times = at_most(spread.rows) or dict.fromkeys((50, 80, 100), nan)
 mean = numpy.trapezoid(list(times.values()), list(times)) / 100  # by the percentiles
 above = 100 * (mean / times[50] - 1)
 beyond = {share: 100 * (times[share] / times[50] - 1) for share in (80, 100)}
-lab.read(
-    f"One run in five takes at least {beyond[80]:.1f} % longer than the median. The median of "
-    f"several runs is steadier: in 95 of 100 samples of {SAMPLES[0]} runs, it lies within "
-    f"{by_median[0]:.1f} % of the median of all; with {SAMPLES[1]} runs, the most in this book, "
-    f"within {by_median[1]:.1f} %. We therefore report the median, **p50**, and show the spread as "
-    "a band from **p20** to **p80**."
+lab.together(
+    lab.read(
+        f"One run in five takes at least {beyond[80]:.1f} % longer than the median, and the "
+        f"slowest {beyond[100]:.0f} %."
+    ),
+    lab.read(
+        f"The median of several runs is steadier. In 95 of 100 samples of {SAMPLES[0]} runs, it "
+        f"lies within {by_median[0]:.1f} % of the median of all. With {SAMPLES[1]} runs, the most "
+        f"in this book, it lies within {by_median[1]:.1f} %. We therefore report the median, "
+        "**p50**, with a band from **p20** to **p80**."
+    ),
 )
 
 # %%
@@ -1524,11 +1540,16 @@ after = {  # how often each twin came right after the large matmul
     kind: {twin: list(pairwise(order)).count(("matmul", twin)) for twin in "AB"}
     for kind, order in orders.items()
 }
-lab.read(
-    "More runs do not help against what all of them share, such as the kernel that ran just "
-    "before. We run an A/A test beside a large matmul, in eight rounds of long batches without a "
-    "pause: once in a **fixed order** (large matmul, A, B), once in an order drawn for each round."
-    + ("" if by_order.rows else f" {nan}")
+lab.together(
+    lab.read(
+        "More runs do not help against what all of them share, such as the kernel that ran just "
+        "before." + ("" if by_order.rows else f" {nan}")
+    ),
+    lab.read(
+        "To see this, we run an A/A test beside a large matmul, in eight rounds of long batches "
+        "without a pause. In the **fixed order**, every round runs large matmul, A, B. In the "
+        "**drawn order**, chance decides anew for each round."
+    ),
 )
 
 # %%
@@ -1614,16 +1635,20 @@ resolved = max(
     (row["A and B apart, at most, %"] for row in in_the_loop.rows), default=nan
 )
 counts_as_none = max(1, numpy.ceil(10 * max(by_median[-1], resolved)) / 10)
-lab.read(
-    "The book's loop draws the order too, but also pauses before each run. In it, A and B were "
-    f"never more than {resolved:.2g} % apart, for three kernels (we have not isolated why), so "
-    f"we treat differences below {counts_as_none:g} % as none. Compare only times taken "
-    "**in one loop, together**"
-    + (
-        f", because a GPU that gets busy changes a time by more ({slower[names[0]]:.0f} % above)."
-        if slower[names[0]] > counts_as_none
-        else "."
-    )
+lab.together(
+    lab.read(
+        "The book's loop also draws the order, and it pauses before each run. In it, A and B were "
+        f"at most {resolved:.2g} % apart, for three kernels. We therefore treat differences below "
+        f"{counts_as_none:g} % as none."
+    ),
+    lab.read(
+        "Compare only times taken **in one loop, together**"
+        + (
+            f": a GPU that gets busy can change a time by more ({slower[names[0]]:.0f} % above)."
+            if slower[names[0]] > counts_as_none
+            else "."
+        )
+    ),
 )
 
 # %%
@@ -1631,10 +1656,9 @@ lab.read(
 # Folded: The loop of this book, its A/A test, and how sure a median is
 lab.together(
     lab.read(
-        f"The slowest of the 2,000 runs takes {beyond[100]:.0f} % longer than the median. Slow "
-        f"runs pull up the mean, here to {above:.1f} % above the median. We recorded "
-        f"{len(PERCENT)} percentiles of the runs, and from these placed the dots, took the mean "
-        "and drew the samples for the medians."
+        f"Slow runs pull up the mean of the 2,000, here to {above:.1f} % above the median. We "
+        f"recorded {len(PERCENT)} percentiles of the runs, and from these placed the dots, took "
+        "the mean and drew the samples for the medians."
     ),
     lab.read(
         f"The book's loop makes {ROUNDS} rounds of {MOST_REPEATS} runs, or of {REPEAT_MS} "
@@ -1647,14 +1671,12 @@ lab.together(
     ),
     in_the_loop,
     lab.read(
-        "An early version of this book timed kernels in a fixed order, and what came after the "
-        "matmul looked slower than it is."
-        + (
-            " Not every kernel shows this effect: the large softmax, timed as A and B, does not."
+        (
+            "Not every kernel depends on the order: the large softmax, timed as A and B, does not. "
             if apart["fixed"][0] < 0.5
             else ""
         )
-        + " How often A and B followed it in the drawn order, we know from the seed of the order."
+        + "How often A and B followed the large matmul in the drawn order, we know from its seed."
     ),
     by_order,
 )
@@ -1812,12 +1834,17 @@ def span(values):
 
 
 def operators_in_words(rows):
-    found = (
-        f"{name} at {span([intensity for intensity, _ in points])} FLOPs per byte reaches "
-        f"{span([share for _, share in points])} %"
+    best_of = {
+        name: max(points, key=lambda point: point[1])
         for name, points in under_the_roof(rows[0]).items()
+    }
+    found = (
+        f"{name} at {span([intensity])} FLOPs per byte reaches {share:.0f} %"
+        for name, (intensity, share) in best_of.items()
     )
-    return f"The share of the roof that each operator reaches: {'; '.join(found)}."
+    return (
+        f"The share of the roof that each operator reaches at best: {'; '.join(found)}."
+    )
 
 
 LOOKS = {"": ("o", "forward"), "back": ("s", "backward"), "in FP8": ("D", "in FP8")}
@@ -1839,7 +1866,7 @@ def roofline(axes, rows):
     )
     axes.plot([pi / beta] * 2, [0.3, pi], ":", color=grey, linewidth=1)
     for place, words in (
-        (pi / beta, f"ridge: {pi / beta:,.0f} FLOPs per byte"),
+        (pi / beta, f"ridge: about {round(pi / beta, -1):,.0f}"),
         (left, "waits for memory"),
         (pi / beta, "waits for arithmetic"),
     ):
@@ -1872,8 +1899,8 @@ def roofline(axes, rows):
         axes.plot(*point, LOOKS[kind][0], color=ink, ms=6, **hollow)
         if family == "attention":
             words, way, aside = {
-                "": ("attention,\nforward", (0, -22), "center"),
-                "back": ("backward", (-8, -13), "left"),
+                "": ("attention,\nforward", (0, -28), "center"),
+                "back": ("backward", (8, -2), "left"),
                 "in FP8": ("in FP8", (8, 4), "left"),
             }[kind]
             axes.annotate(words, point, way, ha=aside, color=ink, fontsize=10, **near)
@@ -1952,9 +1979,9 @@ placed = under_the_roof(machine.rows[0]) if machine.rows else {}
 waiting = [name for name, points in placed.items() if waits_for(points) == "memory"]
 *others, last_one = dict.fromkeys(name.partition(",")[0] for name in waiting) or [""]
 lab.read(
-    f"{', '.join(others).capitalize()} and {last_one} lie left of the ridge at {ridge:,.0f} FLOPs "
-    "per byte, so near the roof, they get faster only if the job needs fewer bytes: by a smaller "
-    "dtype, or by fusing it with its neighbour."
+    f"{', '.join(others).capitalize()} and {last_one} lie left of the ridge, which is at about "
+    f"{round(ridge, -1):,.0f} FLOPs per byte. Near the roof, they get faster only if the job needs "
+    "fewer bytes: by a smaller dtype, or by fusing it with its neighbour."
 )
 
 # %%
@@ -1975,22 +2002,24 @@ below = [
     for kind in ("back", "in FP8")
     for _, share in placed.get(f"attention, {kind}", ())
 ]
-lab.read(
-    "Attention lies right of the ridge and further from its roof: its forward pass reaches "
-    f"{lowest[1]:.0f} % "
-    + ("on the shortest sequences" if shortest else "at worst")
-    + f" and {top:.0f} % at best"
-    + (
-        "; its backward pass and FP8 version reach less."
-        if max(below, default=nan) < top
-        else "."
+lab.together(
+    lab.read(
+        "Attention lies right of the ridge and further from its roof: its forward pass reaches "
+        f"{lowest[1]:.0f} % "
+        + ("on the shortest sequences" if shortest else "at worst")
+        + f" and {top:.0f} % at best"
+        + (
+            "; its backward pass and FP8 version reach less."
+            if max(below, default=nan) < top
+            else "."
+        )
+    ),
+    lab.read(
+        "Softmax's backward pass can exceed 100 %, presumably because it reads more than it "
+        "writes, and reading is faster than copying (see the fold)."
     )
-    + (
-        " Softmax's backward pass can exceed 100 %, presumably because it mostly reads, which is "
-        "faster than a copy (see the fold)."
-        if back > 101 and reads_faster
-        else ""
-    )
+    if back > 101 and reads_faster
+    else None,
 )
 
 # %%
@@ -1999,24 +2028,24 @@ lab.read(
 lab.together(
     lab.read(
         f"The copy reaches {beta:,.0f} GB/s and the matmul {pi:,.0f} TFLOP/s. We time the matmul "
-        f"after a rest, like every kernel in this book; on a busy GPU, it reached {hot:,.0f} "
+        f"with pauses, like every kernel in this book; on a busy GPU, it reached {hot:,.0f} "
         "TFLOP/s."
     ),
     lab.read(
         "We count FLOPs by the formulas of each chapter (an exponential is one, random bits are "
-        "none), and bytes as if each input were read once and each output written once. We leave "
-        "out times below 20 µs, of which the launch and the events are a large part. Each range in "
-        "the table covers all shapes that the chapter timed. The percentages can be lower than "
-        "those in a chapter, because a chapter divides by a copy as large as its own input, "
-        "whereas this roof is a copy of 1 GiB."
-        + (
-            " A kernel that mostly reads can beat a copy if reading alone is faster: "
-            "a kernel in the first chapter that hardly writes reached "
-            f"{1e3 * read_alone:,.0f} GB/s."
-            if reads_faster
-            else ""
-        )
+        "none), and bytes as if each input were read once and each output written once. Each range "
+        "covers all shapes that the chapter timed, except those below 20 µs."
     ),
+    lab.read(
+        "The percentages can be lower than those in a chapter, because a chapter divides by a copy "
+        "as large as its own input, whereas this roof is a copy of 1 GiB."
+    ),
+    lab.read(
+        "Reading alone can be faster than copying: a kernel in the first chapter that hardly "
+        f"writes reached {1e3 * read_alone:,.0f} GB/s."
+    )
+    if reads_faster
+    else None,
     lab.table(
         [
             {
@@ -2114,6 +2143,7 @@ lab.table(
         for name in (
             "Kernel Book",
             "64 registers",
+            "48 registers",
             "32 registers",
             "32 registers, 4 warps",
         )
@@ -2214,13 +2244,14 @@ became = (
 if code.rows and "first in PTX" in code.rows[0]:
     became = "PTX shows no spills, because `ptxas` decides on them later; see the table above."
 line = str(cell(code, "load", "first in SASS")) if "SASS" in str(code.rows) else ""
-pattern = r"@(P\d) LDG\.E\.(\d+) R(\d+), desc\[\w+\]\[R(\d+)\.64\];"
+pattern = r"@(P\d) LDG\.E(?:\.[A-Z]+)*\.(\d+) R(\d+), desc\[\w+\]\[R(\d+)\.64\];"
 if parts := re.fullmatch(pattern, line):
     predicate, bits, into, address = parts[1], *map(int, parts.groups()[1:])
     text = (
         f"`{line}` runs where the predicate {predicate}, the mask of the load, holds. It loads "
         f"{bits} bits from global memory (`LDG`) into the registers R{into} to "
         f"R{into + bits // 32 - 1}, from the 64-bit address (`E`) in R{address} and R{address + 1}."
+        + (" `EL` asks the cache to evict them last." if ".EL." in line else "")
     )
 else:
     text = "Each line names the operation, then where its result goes, then its inputs."
@@ -2235,8 +2266,9 @@ lab.together(
     code,
     lab.read(
         f"Each thread holds 64 numbers of 16 bits and loads them with {load:.0f} instructions of "
-        f"{64 * 16 / load:.0f} bits each, the widest there are. {became} {text}"
+        f"{64 * 16 / load:.0f} bits each, the widest that Hopper has. {text}"
     ),
+    lab.read(became),
 )
 
 # %%
@@ -2255,9 +2287,9 @@ lab.together(
 # default, it fixes the clock and flushes the caches before each launch, so take bytes from it and
 # times from ``gpu_time``.
 #
-# We profile three softmaxes, each with an input and an output of 268 MB: ``row``; the slow one
-# above; and ``online``, another kernel of the softmax chapter, which loads every row twice. Guess
-# how many bytes ``online`` reads from :term:`HBM`.
+# We profile three softmaxes, each with an input and an output of 268 MB. ``row`` and ``online`` get
+# 16,384 × 8,192 numbers, and the slow kernel 32,768 × 4,096, as above. ``online``, another kernel
+# of the softmax chapter, loads every row twice. Guess how many bytes it reads from :term:`HBM`.
 
 # Measuring
 COUNTERS = {
@@ -2419,8 +2451,8 @@ writes = (
 )
 by_row = (
     f"`row` reads what it must on paper{writes}. It keeps HBM {count('HBM, of its peak'):.0f} % "
-    f"busy, which is as good as full: in the table above, `row` reached {untouched:.0f} % of a "
-    "copy's speed. The kernel waits for memory, as its place on the roofline predicts."
+    "busy. More is hardly possible: in the table above, on as many bytes, `row` reached "
+    f"{untouched:.0f} % of a copy's speed. The kernel waits for memory, as the roofline predicts."
     if read < 1.02 * paper
     else f"`row` reads {read:.0f} MB from HBM, although {paper:.0f} would do."
 )
@@ -2491,8 +2523,8 @@ lab.together(
     lab.read(
         f"The threads of the slow kernel store {spilled_mb:,.0f} MB of spilled values and read "
         f"{back_mb:,.0f} back. HBM writes {more_written:,.0f} MB more than the job needs and reads "
-        f"{more_read:,.0f} more: most of the spilled values are written to HBM in the end, and "
-        "most of what the threads read back comes from a cache."
+        f"{more_read:,.0f} more: most of the spilled values are written to HBM in the end, but "
+        "more than half of what the threads read back comes from a cache."
         if more_read < 0.5 * back_mb and more_written > 0.5 * spilled_mb
         else f"The threads of the slow kernel store {spilled_mb:,.0f} MB of spilled values and "
         f"read {back_mb:,.0f} back, while HBM writes {more_written:,.0f} MB and reads "
@@ -2618,7 +2650,8 @@ plain = torch.zeros_like(term)
 for _ in range(1000):
     plain += term
 print(
-    f"Without the second number, the sum is {plain.item():.4f} instead of {truth.item():.4f}."
+    f"Instead of {truth.item():.4f}, the sum is {plain.item():.4f} without the second number, and "
+    f"{compensated(term).item():.4f} with it."
 )
 lab.check(
     "A compensated sum",
@@ -2645,8 +2678,9 @@ for n in (256, 1024):
     intensity = evaluate("2 * n * n * n / (3 * n * n * 2)", {"n": n})
     assert intensity == n / 3  # three matrices of 2 bytes per number
 lab.read(
-    f"The intensity is n / 3, so the matmul crosses the ridge at n = {3 * ridge:,.0f}. Far below "
-    "that, it waits for memory, as a copy does, and is so small that it also waits for its launch."
+    "The intensity is n / 3, so the matmul crosses the ridge at n of about "
+    f"{round(3 * ridge, -1):,.0f}. Far below that, it waits for memory, as a copy does, and is so "
+    "small that it also waits for its launch."
 )
 
 # %%

@@ -69,8 +69,8 @@ def simple_softmax(x):
 # We subtract the maximum to keep the exponentials from overflowing: in float16 even :math:`e^{12}`
 # is too large. The result stays the same, since the factor :math:`e^{-m}` cancels.
 #
-# Each operation reads its input from memory and writes its output back: 5 reads and 3 writes of the
-# row, where one of each would do.
+# Each operation reads its input from memory and writes its output back. Together they make eight
+# passes over the row, 5 reads and 3 writes, where one of each would do.
 #
 # We will build five :term:`kernels <kernel>` that each do the whole job: ``three_pass``,
 # ``online``, ``row``, ``packed`` and ``split``. In the drawing, grey bars read again what an
@@ -96,12 +96,10 @@ allowed, reached = (
     100 * copied / five,
 )  # eight passes, and a copy makes two
 lab.read(
-    "In the chart at the top, 100 is a copy, which makes two passes. The five operations "
-    f"make eight, which allow {allowed:.0f}; they reach {reached:.0f}"
-    + ", and we have not looked for the cause"
-    * (reached < allowed - 2)
-    + ". `split`, with two passes like the copy, "
-    f"reaches {100 * copied / once:.0f}."
+    "In the chart at the top, 100 is a copy, which makes two passes. With eight, the five "
+    f"operations could reach {allowed:.0f}. They reach {reached:.0f}"
+    + "; we have not looked for the cause" * (reached < allowed - 2)
+    + f". `split` makes two passes, like the copy, and reaches {100 * copied / once:.0f}."
 )
 
 # %%
@@ -489,16 +487,15 @@ lab.read(
 # Reading
 lab.read(
     (
-        f"Up to {cached:,} columns, the second read costs next to nothing"
+        f"Up to {cached:,} columns, the second read costs next to nothing: `online` reaches "
+        f"{min(fits):.0f} to {max(fits):.0f} %"
         if min(fits) > 97
-        else f"Up to {cached:,} columns, `online` reaches at least {min(fits):.0f} %"
+        else f"Up to {cached:,} columns, `online` reaches {min(fits):.0f} to {max(fits):.0f} %"
     )
     + (
-        f"; at {down[0]:,}, `online` has fallen to its dotted line, the speed if both reads go to "
-        "memory"
-        + f"; at {long:,} it is below, which we cannot explain"
+        f". At {down[0]:,}, it has fallen to its dotted line, the speed if both reads go to memory."
+        + f" At {long:,}, it is lower still, and we do not know why."
         * (down[0] < long and share["online", long] < allowed - 2)
-        + "."
         if down
         else ". A dotted line shows what the bytes of a kernel allow if all go to memory."
     )
@@ -601,31 +598,28 @@ def tested():
     fit, fit_few = (
         fewer_at[32768, threads]["programs per SM"] for threads in (256, 512)
     )
+    mib = fewer_at[32768, 512]["in flight, MiB"]
+    told, means = "We could not show that this is the reason.", ""
     if fit_few < fit and far_few > far + 4:
-        told, means = (
-            "",
-            "The test agrees that L2 is the reason, but does not prove it. ",
-        )
-    else:
-        told, means = "We could not show that this is the reason.", ""
-    few, many = fewer_at[32768, 512], fewer_at[32768, 1024]
+        told = ""
+        means = "This agrees with L2 as the reason, but does not prove it. "
     more = (
-        "**Fewer rows in flight.** The test varies the threads of a program, and with them how "
-        f"many programs fit on an SM. With 512 threads, {few['in flight, MiB']} MiB are in flight "
-        "at 32,768 columns"
-        + f", and L2 has {l2:.0f}" * (l2 > 0)
-        + f"; `online` reaches {far_few} % instead of {far}"
-        + f", but {near_few} instead of {near} at 8,192" * (near_few < near - 2)
-        + f". With 1,024 threads, {many['in flight, MiB']} MiB are, and `online` reaches "
-        f"{many['% of a copy']} %. "
+        "**Fewer rows in flight.** If L2 is the reason, `online` should gain on long rows when "
+        "fewer of them are in flight. Programs of 512 threads instead of 256 see to that, because "
+        f"fewer fit on an SM. At 32,768 columns, `online` then reaches {far_few} % instead of {far}"
+        + f", while it loses at 8,192 ({near_few} instead of {near})"
+        * (near_few < near - 2)
+        + ". "
+        + f"By our estimate, {mib} MiB are still in flight, more than L2 holds. "
+        * (mib > l2)
+        + means
     )
-    slow = fewer_at[8192, 1024]["% of a copy"]
-    if many["in flight, MiB"] < l2 and slow < near - 4:
+    if fewer_at[8192, 1024]["% of a copy"] < near - 4:
         more += (
-            f"But such programs reach only {slow} % even at 8,192 columns, where everything fits "
-            "in L2 with any number of threads, so this row of the table decides nothing. "
+            "Programs of 1,024 threads are slow even at 8,192 columns, where all rows in flight "
+            "fit in L2, so they decide nothing."
         )
-    return told, more + means
+    return told, more
 
 
 of_test, more_of_test = tested()
@@ -638,7 +632,7 @@ lab.read(
         else "The fold below says what hardware counters show of this. "
     )
     + (
-        "L2 needs room for all rows that programs are working on, though, and for their results. "
+        "But L2 needs room for every row that a program is working on, and for its result. "
         + (
             f"By our estimate, it has too little from {too_long:,} columns on"
             + ", which may be why `online` falls there"
@@ -654,7 +648,7 @@ lab.read(
 
 # %%
 
-# Folded: Does the second read find its row in L2? With what is unexplained, and two kernels whole
+# Folded: Does the second read find its row in L2? With two kernels whole
 in_l2 = [
     lab.table(
         [
@@ -673,14 +667,13 @@ in_l2 = [
 ]
 kernels = lab.listing(
     {
-        "three_pass, which reads a row three times": three_pass_fwd_kernel,
+        "three_pass, which reads a row three times, without cache hints": three_pass_fwd_kernel,
         "The hardware computes powers of two, so exp is one of them": exp,
         "If a row begins with a block of nothing but minus infinity, m_new is minus infinity too, "
         "and the difference of two infinities is NaN. finite then replaces m_new by zero": finite,
-        "As timed, online also widens 16-bit rows to float32, takes larger blocks, and gives the "
-        "cache hints: evict_last and evict_first ask the cache to keep the row for the second loop "
-        "and to drop it afterwards. With one row per program this kernel is online, with four it "
-        "is online_2d": online_fwd_kernel,
+        "As timed, online also widens 16-bit rows to float32, takes larger blocks, and gives L2 "
+        "hints: to keep the row for the second loop (evict_last), and then to drop it "
+        "(evict_first). With four rows per program, it is online_2d": online_fwd_kernel,
     }
 )
 estimate = lab.read(
@@ -696,20 +689,17 @@ estimate = lab.read(
 counted = lab.read(
     f"**What the counters say.** For an input of {given / 1e6:.0f} MB with 8,192 columns, `online` "
     f"reads {fetched / 1e6:.0f} MB from memory, according to the hardware counters of “Measuring a "
-    "kernel” (“Where do the bytes go?”). The inputs of the figures have up to 32,768 rows and 2²⁸ "
-    "numbers."
-    + " On long rows, `three_pass` falls as `online` does, to about what its bytes allow."
-    * (max(share["three_pass", n] for n in (65536, long)) < 52)
+    "kernel” (“Where do the bytes go?”)."
 )
 unexplained = lab.read(
-    f"**What we cannot explain.** We have not looked for the causes: at {wide:,} columns, "
-    f"`simple_softmax` reaches {share['simple_softmax', wide]:.0f} %, although its bytes allow "
-    f"{100 * 2 / 8:.0f}; at {long:,}, `online` reaches {share['online', long]:.0f} instead of "
-    f"{100 * 2 / 3:.0f}"
-    + f"; up to {cached:,}, it reaches up to {max(fits):.0f}" * (max(fits) > 101)
-    + f"; `three_pass` dips at {' and '.join(f'{n:,}' for n in dips)} columns"
+    "**What we cannot explain.** "
+    + f"`three_pass` dips at {' and '.join(f'{n:,}' for n in dips)} columns. "
     * bool(dips)
-    + "."
+    + "It gives no cache hints, so its distance from `online` need not come from the third read "
+    "alone. "
+    + f"`online` reaches up to {max(fits):.0f} %, more than a copy. "
+    * (max(fits) > 101)
+    + "We have not looked for the causes."
 )
 fewer_table = [
     lab.table(
@@ -731,12 +721,12 @@ lab.together(counted, estimate, *in_l2, *test, *fewer_table, unexplained, kernel
 # widens the row to float32 and keeps it in :term:`registers <register>`, the fastest storage of a
 # streaming multiprocessor (:term:`SM`).
 
-# Folded: And in Triton? The row kernel whole, for one or more rows per program
+# Folded: The row kernel whole, for one or more rows per program
 lab.listing(
     {
-        "UNIT is the greatest power of two, up to 16, that divides the length and the stride of "
-        "rows. n_cols // UNIT * UNIT is still n_cols, but now the compiler knows that UNIT "
-        "divides it, so a thread may load several numbers at once": row_fwd_kernel
+        "UNIT is a power of two that divides the length and the stride of rows. in_units tells the "
+        "compiler so, and a thread may then load several numbers at once. What evict_last gains, "
+        "though each number is read once, stands in a fold of “How fast is it?”": row_fwd_kernel
     }
 )
 
@@ -744,18 +734,17 @@ lab.listing(
 
 # Reading
 one, with_two = share["one program", 32768], share["online", 32768]
-at_least = min(share["one program", n] for n in COLUMNS if n <= cached)
+by_one = [share["one program", n] for n in COLUMNS if n <= cached]
 lab.read(
     (
-        f"Up to {cached:,} columns, `row` is about as fast as a copy: it reaches at least "
-        f"{at_least:.0f} %. At 32,768, our example from here on, "
-        if at_least > 95
+        f"Up to {cached:,} columns, `row` is about as fast as a copy ({min(by_one):.0f} to "
+        f"{max(by_one):.0f} %). At 32,768, our example from here on, "
+        if min(by_one) > 95
         else "At 32,768 columns, our example from here on, "
     )
     + f"it reaches {one:.0f}"
     + (
-        f", no more than `online` with its two reads ({with_two:.0f}), so reading once is not "
-        "enough."
+        f", no more than `online` with its two reads ({with_two:.0f}). Reading once is not enough."
         if one <= with_two + 0.5
         else f", and `online` {with_two:.0f}."
     )
@@ -910,9 +899,10 @@ lab.read(
 #
 # To make room for a second program, ``packed`` leaves a 16-bit row as it is in memory, two numbers
 # to a register (``raw``). The maximum, the sum and the result each ``widen`` it anew to float32, so
-# that the wide row need not stay in registers. Adding ``zero`` in between is meant to make the
-# compiler do so, because it cannot know that this argument is always 0. ``narrow`` packs the
-# results again.
+# that the wide row need not stay in registers.
+#
+# Adding ``zero`` in between is meant to make the compiler widen anew, because it cannot know that
+# this argument is always 0. ``narrow`` packs the results again.
 
 lab.source(packed_row_fwd_kernel, "widen")
 
@@ -955,21 +945,22 @@ lab.read(
 # Reading
 lab.read(
     (
-        "A test in the fold below, in which only the number of programs changes, shows that the "
-        "second one helps. So before"
+        "Does the second program help? The next fold tests it with a slower variant, in which only "
+        f"the number of programs changes: one per SM reaches {alone:.0f} %, and two reach "
+        f"{both:.0f}. So before"
         if both - alone > 2
-        else "A test in the fold below does not show that the second one helps. Still, before"
+        else "A test in the next fold does not show that the second one helps. Still, before"
         if both > 0
         else "Before"  # not recorded
     )
-    + " you keep a row on chip, count how many programs will still fit on an SM"
+    + " you keep a row on chip, count how many programs will still fit on an SM."
     + "".join(
-        f"; but measure too: on the {in_short(name)}, `row` reaches {reached:.0f} % of a slower "
-        "copy at the same length, and we did not test why"
-        for name, reached, _ in far
+        f" Then measure: on the {in_short(name)}, whose copy is slower, "
+        + ("an older `row`" if older else "`row`")
+        + f" reaches {reached:.0f} % at this length. We did not test why."
+        for name, reached, older in far
         if "H100" in name and reached > 97
     )
-    + "."
 )
 
 # %%
@@ -992,35 +983,17 @@ gap = max(abs(speed(kernel, n) - share[provider, n]) for kernel, n, provider in 
 spilled = on_sm.get(("row", 65536), {}).get("spills", 0)
 lone, spilling, several = (speed(name, 65536) for name in ("packed", "row", "split"))
 of_second = lab.read(
-    "**The test of a second program.** In a variant of `packed` that loops over rows, we choose "
-    f"how many programs an SM has. It reaches {alone:.0f} % with one and {both:.0f} with two. "
+    "**The test of a second program.** A variant of `packed` loops over rows, so that we can "
+    "choose how many programs an SM has. "
     + (
-        f"The loop itself costs time: without it, `packed` reaches {both + looped:.0f} in the same "
-        "run. We have not measured why, so we do not know how much of the step from "
-        f"{one:.0f} to {packed:.0f} % in the figures the second program explains. "
+        f"The loop itself costs time: with two programs it reaches {both:.0f} %, where `packed` "
+        f"reaches {both + looped:.0f} in the same run. We do not know why, nor therefore how much "
+        f"of the step from {one:.0f} to {packed:.0f} % in the text the second program explains. "
         if looped > 2
         else ""
     )
-    + "This was a separate run, on half as many rows as in the figures, from which its results "
-    f"differ by up to {gap:.0f} points."
-    + "".join(
-        f" On the {in_short(name)}, `row` reaches {reached:.0f} %"
-        + " (with an older version of the package)" * bool(older)
-        + "; its copy is slower, but we did not test whether this is why."
-        for name, reached, older in far
-        if "H100" in name and reached > 97
-    )
-)
-of_registers = lab.read(
-    "**Registers.** "
-    + (
-        f"A thread of `packed` needs {packed_each:.0f} registers, which the GPU rounds up to "
-        f"{given:.0f}"
-        if given != packed_each
-        else f"A thread of `packed` needs {packed_each:.0f} registers"
-    )
-    + ", half of what a thread of `row` takes" * (2 * packed_whole == row_whole)
-    + ". We did not measure what adding `zero` gains."
+    + "This run has half as many rows as the figures, and its results differ from theirs by up to "
+    f"{gap:.0f} points."
 )
 of_longer = lab.read(
     "**Longer rows.** "
@@ -1030,12 +1003,12 @@ of_longer = lab.read(
         if several > max(lone, spilling)
         else ""
     )
-    + f"In the figures, `row` reaches {share['one program', 65536]:.0f} % there; its line ends, "
-    f"because {long:,} numbers are more than an SM has registers. "
+    + "In the figure of that section, the line of `row` ends there, because "
+    f"{long:,} numbers are more than an SM has registers. "
     + (
         "With 1,024 threads in a program of `row`, each thread can have only 64 registers, but it "
-        "has to hold 64 numbers and more: some values are kept in memory instead (they spill), "
-        "which may be why `row` is slower than `packed`."
+        "has to hold 64 numbers and more. Some values therefore go to memory (they spill), which "
+        "may be why `row` is slower than `packed`."
         if spilled and lone > spilling
         else ""
     )
@@ -1044,11 +1017,10 @@ of_pairs = lab.read(
     "**How a row is packed.** The kernel loads it as int32, half as many as there are columns. "
     "`MINUS_INF`, which pads the row, is two minus infinities in one int32. `widen` reads the two "
     "halves of each int32 as numbers of `dtype` (a `bitcast` changes no bit, only what the bits "
-    "stand for) and interleaves them as float32. `in_units` only tells the compiler that `UNIT` "
-    "divides a length."
+    "stand for) and interleaves them as float32. We did not measure what adding `zero` gains."
 )
 measured = lab.table(sm_table.rows, f"Programs per SM and the speed, bfloat16, {gpu}")
-lab.together(of_second, measured, of_registers, of_longer, of_pairs, kernel)
+lab.together(of_second, measured, of_longer, of_pairs, kernel)
 
 # %%
 
@@ -1087,14 +1059,32 @@ uneven = lab.measure("Packed rows in pieces, bfloat16", uneven_rows)
 
 # %%
 
-# Folded: Packed rows whose length is no power of two
-lab.together(
+# Folded: What if the length is no power of two?
+of_padding = lab.read(
+    "The length of a block must be a power of two. At 10,000 columns, "
+    f"{100 * (1 - 10_000 / runtime.next_power_of_2(10_000)):.0f} % of a block of "
+    f"{runtime.next_power_of_2(10_000):,} would be padding, on which a program spends registers "
+    "and exponentials as on numbers. If an eighth of the block or more would be padding, `softmax` "
+    "cuts the row into three, five or seven pieces, whose lengths are powers of two, so that at "
+    "most the last has padding. One program still takes the whole row, with as many threads as "
+    "before. It takes the maximum and the sum first across pieces, within each thread, and then "
+    "once across threads."
+)
+gained = [
+    [row[f"{how}, % of a copy"] for row in uneven.rows]
+    for how in ("one block", "in pieces")
+]
+of_pieces = [
     lab.read(
-        "A block must be a power of two, and at 10,000 columns nearly four tenths of a block of "
-        "16,384 would be padding. The operator cuts such a row into three, five or seven pieces, "
-        "each a power of two, in the same program. The maximum and the sum are taken over the "
-        "pieces first and over the threads afterwards, so nothing is reduced twice."
-    ),
+        f"At the {len(uneven.rows)} lengths of the table, pieces raise the speed from "
+        + " to ".join(f"{min(found)}–{max(found)} %" for found in gained)
+        + " of a copy's."
+    )
+    for _ in range(bool(uneven.rows))
+]
+lab.together(
+    of_padding,
+    *of_pieces,
     lab.table(uneven.rows, f"Packed, bfloat16, on {gpu}") if uneven.rows else None,
     lab.source(pieces_fwd_kernel),
 )
@@ -1157,7 +1147,7 @@ lab.read(
 # is 0, because the largest element of a part adds 1 to its sum.
 #
 # And if a pair never comes? GPUs usually start the programs of a row at about the same time, but
-# nothing guarantees it, and if waiting programs held every SM, a missing part could never start: a
+# nothing guarantees it. If waiting programs held every SM, a missing part could never start: a
 # deadlock. So a program polls a slot at most ``max_polls`` times, and then computes the missing
 # pair itself, with ``pair_of``.
 #
@@ -1208,20 +1198,19 @@ lab.read(
 # Reading
 lone, several = (speed(name, 65536) for name in ("packed", "split"))
 twice, apiece = share["online", long], share["Kernel Book", long]
+in_figure = share["Kernel Book", 65536]
 lab.read(
     "Is the exchange worth its time? "
     + (
-        f"In the last fold's table, at 65,536 columns, `packed` reaches {lone:.0f} % and "
-        f"`split` {several:.0f}, the time to clear the slots included. "
+        f"At 65,536 columns, `packed` reaches {lone:.0f} % and `split` {several:.0f}, the time to "
+        "clear the slots included (table of the fold “Is it the second program that helps?”). "
+        + f"In the figure, on twice as many rows, `split` reaches {in_figure:.0f}. "
+        * (f"{in_figure:.0f}" != f"{several:.0f}")
         if several > 0
         else ""  # not recorded
     )
-    + f"At {long:,}, `online` reaches {twice:.0f} % and `split` {apiece:.0f}"
-    + (
-        ", so wide rows are better shared."
-        if apiece > twice and not several <= lone
-        else "."
-    )
+    + f"At {long:,}, `online` reaches {twice:.0f} % and `split` {apiece:.0f}."
+    + " Wide rows are better shared." * (apiece > twice and not several <= lone)
 )
 
 # %%
@@ -1263,30 +1252,27 @@ bits = lab.read(
     "drawing, reads all slots of a row at once."
 )
 why_32 = lab.read(
-    "**Why a poll reads at least 32 slots.** In each poll, a program reads at least 32 slots, one "
-    "for each thread of a warp; this number is `LOOKS`. If a row has fewer parts, some slots are "
-    "read more than once (`parts % N_PARTS`), and `collect` drops the surplus. If a poll read only "
-    "16 slots, threads 0 and 16 of a warp would both read slot 0, each with its own load. Thread 0 "
-    "might read it just before it is filled and thread 16 just after. Half of the warp would then "
-    "leave the loop and the other half go on, although the `tl.min` in the loop needs all 32 "
-    "threads. The `tl.min` over `THREADS` comes only after the loop, too late to prevent that. "
-    "With 32 slots, each thread of a warp reads one, and all get the same minimum. `volatile` "
-    "makes each poll read memory anew."
+    "**Why a poll reads at least 32 slots.** If a poll read only 16 slots, threads 0 and 16 of a "
+    "warp would both read slot 0, each with its own load. Thread 0 might read it just before it is "
+    "filled and thread 16 just after. Half of the warp would then leave the loop, although the "
+    "`tl.min` in the loop needs all 32 threads. A poll therefore makes at least 32 reads "
+    "(`LOOKS`), one per thread, and takes the minimum of all, which is the same for every thread. "
+    "If a row has fewer parts, some slots are read more than once (`parts % N_PARTS`), and "
+    "`collect` drops the surplus. `volatile` makes each poll read memory anew."
 )
 why_not_empty = lab.read(
-    "**Why no pair looks like an empty slot.** The pairs of softmax are never 0, because the "
-    "largest element of a part adds 1 to its sum. But a part of nothing but minus infinity has no "
-    "such element, and other chapters publish other numbers. `to_slot` therefore stores a pair XOR "
-    "a constant, the bits of two NaN that no arithmetic produces, so that no pair is stored as "
-    "zero. The atomic can be `relaxed`, which means that it orders no other memory access: the "
-    "reader needs nothing else that this part has written. If a pair is late, `row_statistics` "
-    "reads the whole row."
+    "**Why no pair looks like an empty slot.** A part of nothing but minus infinity has no largest "
+    "element that adds 1 to its sum, and other chapters publish other numbers. `to_slot` therefore "
+    "stores a pair XOR a constant, the bits of two NaN that no arithmetic produces, so that no "
+    "pair is stored as zero. The atomic can be `relaxed` (it orders no other memory access), "
+    "because the reader needs nothing else that this part has written. If a pair is late, "
+    "`row_statistics` reads the whole row."
 )
 in_numbers = lab.read(
     f"**In numbers.** A part of a row of 65,536 columns has {part_cols:,}, and its program has "
-    f"{part_threads} threads with {part_each:.0f} registers each. Such a thread holds "
-    f"{part_cols // part_threads} numbers of the row, as a thread of `row` does; we did not find "
-    "out why the compiler needs fewer registers for it. A "
+    f"{part_threads} threads with {part_each:.0f} registers each. A thread holds "
+    f"{part_cols // part_threads} numbers, as in `row`, and we do not know why it needs fewer "
+    "registers. A "
     f"program polls at most {patience:,} times; we did not count how often a program gives up in "
     "the timed runs. "
     + (
@@ -1374,11 +1360,11 @@ worst = max(
 lab.read(
     "Our kernels pass all checks, forward and backward"
     + (
-        f"; in float32, errors reach {worst:.1f} times PyTorch's, and {beyond} of "
+        f". In float32, errors reach {worst:.1f} times PyTorch's, and {beyond} of "
         f"{sum(row['dtype'] == 'float32' for row in both)} checks would fail without "
         "the doubling."
         if beyond
-        else "; in float32, none needs the doubling."
+        else ". In float32, none needs the doubling."
     )
     if both
     else "The checks of this page were not recorded; the fold shows those made here."
@@ -1417,9 +1403,10 @@ odd_rows = lab.table(
 )
 of_errors = lab.read(
     "An error is the largest in a stretch of up to 64 rows and 1,024 columns, relative to the "
-    "largest result in it; in the fold of the previous section, an error was relative to its own "
-    "result, however small. In float32, errors may exceed PyTorch's because the timed kernels "
-    "multiply by 1/d and compute the exponential as `exp2(x * LOG2E)`; we did not test this."
+    "largest result in it. (In the fold of the previous section, an error was relative to its own "
+    "result, however small.) In float32, errors may exceed PyTorch's because the timed kernels "
+    "multiply by 1/d and compute the exponential as `exp2(x * LOG2E)`; we did not test this. Of "
+    "the rows named `packed`, those of 10,000 columns run in pieces."
 )
 lab.together(of_errors, forward_check, backward_check, odd_rows)
 
@@ -1449,9 +1436,9 @@ lab.read(
         "From 4,096 to 16,384 columns, `online` would be up to "
         f"{max(lag.values()):.0f} points faster"
         if max(lag.values()) > 0.5
-        else "From 4,096 to 16,384 columns, `online` gains nothing over this choice"
+        else "From 4,096 to 16,384 columns, `online` would be no faster"
     )
-    + ", and it depends on what L2 still holds of a row when it is read again."
+    + ", and its speed depends on what L2 still holds when a row is read again."
 )
 
 # %%
@@ -1555,12 +1542,9 @@ first = [
 rest = [row for row in worst if row not in first]
 led = sorted(row["columns"] for row in first)
 lab.read(
-    f"Up to {SPLIT:,} columns, our kernels reach at least {min(within):.0f} %, and `torch.softmax` "
-    + (
-        "never reaches two thirds of a copy's speed."
-        if max(eager.values()) < 66
-        else f"reaches at most {max(eager.values()):.0f} %."
-    )
+    f"Up to {SPLIT:,} columns, our kernels reach {min(within):.0f} to {max(within):.0f} %. Beyond, "
+    f"`split` reaches {' and '.join(f'{ours[n]:.0f}' for n in COLUMNS if n > SPLIT)}. "
+    f"`torch.softmax` reaches at most {max(eager.values()):.0f} % at any length."
 )
 
 # %%
@@ -1600,11 +1584,12 @@ ladder_at, here_at = share["Kernel Book", SPLIT], ours[SPLIT]
 lab.read(
     f"We lose most to {first[0]['library']}, which in {first[0]['dtype']} leads "
     + (
-        f"from {min(led):,} columns on"
-        if led == COLUMNS[-len(led) :]
-        else f"at {len(led)} of the {len(COLUMNS)} lengths"
+        f"by {gap_of(first[0])} points at {first[0]['columns']:,} columns"
+        + "".join(f", by {gap_of(row)} at {row['columns']:,}" for row in first[1:])
+        if len(first) < 4
+        else f"at {len(led)} of the {len(COLUMNS)} lengths, by up to {gap_of(first[0])} points"
     )
-    + f", by up to {gap_of(first[0])} points. All other leads are within "
+    + ". All other leads are within "
     + (
         f"{max(map(gap_of, rest))} points."
         if rest
@@ -1749,14 +1734,16 @@ def lead(sweep, ahead, behind):
 
 
 def other_numbers(kind):
-    """How much 32 numbers per thread instead of 64 change a time, in %."""
-    few, many = (times_of(reads, f"{kind}, {n} per thread") or [nan] for n in (32, 64))
-    return abs(100 * (few[0] / many[0] - 1))
+    """How much 32 numbers per thread instead of 64 change a time at most, in %."""
+    few, many = (
+        times_of(reads, f"{kind}, {n} per thread") or [nan, nan] for n in (32, 64)
+    )
+    return max(abs(100 * (a / b - 1)) for a, b in zip(few, many, strict=True))
 
 
 # %%
 
-# Folded: Why do others lead, and where do they fall? With float32, and what a call costs
+# Folded: Why do others lead, and where do they fall? With a cache hint, and what a call costs
 few = max(other_numbers("one read"), other_numbers("two reads"))
 plain, dropped, kept, of_two_reads = (
     (times_of(reads, name) or [nan, nan])[1]
@@ -1764,22 +1751,32 @@ plain, dropped, kept, of_two_reads = (
         "one read, no hint",
         "one read, evict_first",
         "one read, 64 per thread",
-        "two reads, 32 per thread",
+        "two reads, 64 per thread",
     )
 )
-text = (
+of_hint = lab.read(
     "**A hint for numbers that are read once.** `row` reads each number once, and still asks L2 "
     "to keep what it has read (`evict_last`). On 131,072 rows of 8,192 columns it takes "
-    f"{kept:.0f} µs with this hint, {plain:.0f} without one, and {dropped:.0f} with the opposite, "
-    f"`evict_first`. `online`, whose first read has the hint too, takes {of_two_reads:.0f}. "
+    f"{kept:,.0f} µs with this hint, {plain:,.0f} without it, and {dropped:,.0f} with the "
+    "opposite, `evict_first`"
     + (
-        "We found the hint by asking why `online`, which reads twice, led a `row` without it. "
-        * (of_two_reads < 0.995 * plain)
+        f". The hint saves {100 * (1 - kept / plain):.0f} %, and we do not know why. "
+        if kept < 0.99 * plain
+        else ". "
     )
-    + "We do not know what L2 does better with it. How many numbers a thread holds matters less: "
-    f"32 instead of 64 change a time by at most {few:.1f} %. "
+    + "`packed` and `split` give it too, but there we did not measure what it saves."
 )
-of_online = lab.read(text)
+of_online = lab.read(
+    "**One read or two.** With the hint, and as many numbers per thread, `online` takes "
+    f"{of_two_reads:,.0f} µs on the same rows"
+    + (
+        ", so at this length its second read costs nothing. "
+        if of_two_reads < 1.005 * kept
+        else ". "
+    )
+    + "How many numbers a thread holds matters little: 32 instead of 64 change a time by at most "
+    f"{few:.1f} %."
+)
 of_other_rows = lab.read(
     "**Other rows.** In float32, which cannot be packed, `softmax` runs `row` up to "
     f"{SPLIT // 2:,} columns and then `split`; there we did not measure `online`. The package "
@@ -1788,11 +1785,13 @@ of_other_rows = lab.read(
 )
 of_quack = [
     lab.read(
-        "**The lead of quack.** Its programs exchange their results through the shared memory of "
-        "neighbouring SMs (a cluster), where ours go through memory. We did not test whether this "
-        "is why it leads."
+        "**The lead of quack on wide rows.** Its programs exchange their results through the "
+        "shared memory of neighbouring SMs (a cluster), where ours go through memory. We did not "
+        "test whether this is why it leads."
     )
-    for _ in range(bool(clear and first[0]["library"] == "quack" and min(led) > SPLIT))
+    for _ in range(
+        bool(clear and first[0]["library"] == "quack" and first[0]["columns"] > SPLIT)
+    )
 ]
 lowest = min(eager, key=eager.get)
 compiled = [
@@ -1825,13 +1824,12 @@ of_others = lab.read(
         if slower < 1.4
         else f"float32, with twice as many bytes, takes up to {slower:.1f} times as long."
     )
-    + " PyTorch's source shows what changes: one kernel keeps up to nine numbers of a row in the "
-    "registers of each of 1,024 threads, and therefore ends at 9,216 columns, where another "
-    "kernel, which goes through shared memory, takes over. Beyond 1,024 columns, `torch.compile` "
-    "generates a kernel that corrects the sum for every number rather than for every block, and so "
-    "computes three exponentials per number where `row` computes one."
+    + " By its source, PyTorch keeps up to nine numbers in the registers of each of 1,024 threads; "
+    "above 9,216 columns, another kernel takes over, which goes through shared memory. Beyond "
+    "1,024 columns, `torch.compile` generates a kernel that corrects the sum for every number "
+    "rather than for every block, with three exponentials per number where `row` has one."
 )
-lab.together(of_online, *of_quack, of_others, of_other_rows, host, facts)
+lab.together(*of_quack, of_others, of_hint, of_online, of_other_rows, host, facts)
 
 # %%
 # Backward
@@ -1900,7 +1898,7 @@ lab.read(
         else "Backward moves its bytes "
     )
     + (
-        "at least as fast as a copy (presumably because it mostly reads)"
+        "at least as fast as a copy"
         if min(short_rows) > 99.5
         else f"at no less than {min(short_rows):.0f} % of a copy's speed"
     )
@@ -1919,7 +1917,12 @@ lab.read(
 
 # %%
 
-# Folded: Where does the gradient come from, and where do others lead? With all figures and kernels
+# Drawing
+lab.plot(named(backward), "Backward, bfloat16", share=True, where={"dtype": "bfloat16"})
+
+# %%
+
+# Folded: Where does the gradient come from, and where do others lead? With both kernels whole
 kernels = lab.listing(
     {
         "A program takes whole rows, several if they are short; dy may have its own row stride": (
@@ -1929,7 +1932,6 @@ kernels = lab.listing(
         " the whole row if a part is late": (split_row_bwd_kernel),
     }
 )
-lab.plot(named(backward), "Backward, bfloat16", share=True, where={"dtype": "bfloat16"})
 lab.plot(named(forward), "Forward, float32", share=True, where={"dtype": "float32"})
 lab.plot(named(backward), "Backward, float32", share=True, where={"dtype": "float32"})
 for crossing in ("online", "three_pass", "simple_softmax"):
@@ -1948,12 +1950,13 @@ derived = lab.read(
 )
 compiled_leads = lead(gradients, "torch.compile", "Kernel Book")
 again = lab.read(
-    "Here 100 % is a copy's bytes per second; a kernel can exceed it, because the GPU reads memory "
-    "faster than it copies it (“Measuring a kernel”). In float32, our forward kernels reach at "
-    f"least {min(in_float32.values()):.0f} % at every length. The text does not count leads below "
-    f"{apart:.1f} points, by which our own runs differ. "
+    "Here 100 % is a copy's bytes per second. Backward may exceed it because it reads two arrays "
+    "and writes one, and the GPU reads memory faster than it copies it (“Measuring a kernel”). In "
+    f"float32, our forward kernels reach {min(in_float32.values()):.0f} to "
+    f"{max(in_float32.values()):.0f} %. The text does not count leads below {apart:.1f} points, by "
+    "which our own runs differ. "
     + (
-        f"`torch.compile` leads our backward kernel by {compiled_leads}; we have not found out why."
+        f"`torch.compile` leads our backward kernel by {compiled_leads}; we do not know why."
         if compiled_leads
         else "At 8,192 columns, `torch.compile` does not lead our backward kernel."
     )
@@ -2169,7 +2172,8 @@ lab.check(
 # %%
 # **2. Cross-entropy without probabilities.** For a row with target :math:`t`, the loss is
 # :math:`m + \log d - x_t`, and its gradient with respect to :math:`x_i` is
-# :math:`y_i - \delta_{it}`. Write one kernel that reads each row once and computes both.
+# :math:`y_i - \delta_{it}`, where :math:`\delta_{it}` is 1 if :math:`i = t` and 0 otherwise. Write
+# one kernel that reads each row once and computes both.
 
 # %%
 

@@ -7,11 +7,13 @@ Hopper GPU, dedicated units carry out the loads and the matmuls, and a warp spen
 waiting for one or the other. *What does a kernel gain if some warps only load and the others only
 multiply, and what can go wrong between them?*
 
-The matmul of this chapter gains nothing from roles, because the steps of the best loop without them
-(third bar) already keep the tensor cores busy. That loop is even slightly faster than the one with
-roles (the decimals are below), and Triton's ``tl.dot`` matches it. But with roles, one group of
-warps can compute attention's softmax while the tensor cores multiply for another, as in the next
-chapter. Here we make a matmul fast without roles, add them, and break them on purpose.
+A plain matmul gains nothing from roles, because the tensor cores are already busy in every step of
+the best loop without them (third bar). That loop is even slightly faster than the one with roles,
+as the decimals below show, and Triton's ``tl.dot`` matches it.
+
+Roles are made for loops that also compute: in attention, one group of warps can compute a softmax
+while the tensor cores multiply for another. The next chapter measures whether this pays. Here we
+make a matmul fast without roles, add them, and break them on purpose.
 
 You will learn
 
@@ -88,9 +90,10 @@ step_bytes = 2 * BLOCK_K * (BLOCK_M + BLOCK_N)
 flops_per_cycle = 4096  # of the tensor cores of an SM
 step_cycles = step_flops / flops_per_cycle
 lab.read(
-    f"At {flops_per_cycle:,} FLOP per cycle, the {step_flops / 1e6:.1f} MFLOP of a step keep the "
-    f"tensor cores of an SM busy for {step_cycles:,.0f} cycles. The {step_bytes / 1024:.0f} KiB of "
-    "the next step must arrive in that time, or the tensor cores wait."
+    f"The tensor cores of a Hopper SM execute at most {flops_per_cycle:,} FLOP per cycle in "
+    f"bfloat16, so the {step_flops / 1e6:.1f} MFLOP of a step keep them busy for "
+    f"{step_cycles:,.0f} cycles. The {step_bytes / 1024:.0f} KiB of the next step must arrive in "
+    "that time, or the tensor cores wait."
 )
 
 # %%
@@ -127,14 +130,16 @@ def copy_kernel(x_desc, y_desc):
 #   tiles have (``block_shape``), and how a tile is laid out in shared memory (``layout``).
 # - **Shared memory.** ``allocate_shared_memory`` reserves room for a tile and for a barrier.
 #   ``mbarrier.init`` sets how many arrivals the barrier expects, here one.
-# - **Load.** ``mbarrier.expect`` makes this arrival and announces how many bytes will follow. Gluon
-#   has one thread execute it and ``tma_load``, which asks for the tile and returns at once.
-#   ``mbarrier.wait`` holds the threads until the bytes have arrived; the next section explains its
+# - **Load.** ``mbarrier.expect`` makes this arrival and announces how many bytes will follow.
+#   ``tma_load`` asks for the tile and returns at once. Gluon has one thread execute both.
+#   ``mbarrier.wait`` holds all threads until the bytes have arrived; the next section explains its
 #   argument 0.
-# - **Store.** ``tma_store`` asks the engine to copy the tile to ``y``, and ``store_wait(0)`` holds
-#   the threads until the engine has read the tile from shared memory (0 is the number of stores
-#   that may still be reading). ``y`` itself is complete when the kernel ends. The names
-#   ``tma_load`` and ``tma_store`` are ours, because Gluon's differ between versions.
+# - **Store.** ``tma_store`` asks the engine to copy the tile to ``y``. ``store_wait(0)`` holds the
+#   threads until no store is still reading shared memory; ``y`` itself is complete when the kernel
+#   ends.
+#
+# The names ``tma_load`` and ``tma_store`` are ours, because Gluon's names (in the comments) differ
+# between versions.
 #
 # A barrier that counts in phases
 # -------------------------------
@@ -201,8 +206,7 @@ def drawn_phases(axes):
 
 lab.sketch(
     "When a barrier lets a thread pass, by parity",
-    "Two bars over four phases. In phase 0 parity 0 blocks and parity 1 passes; in phase 1 parity "
-    "0 passes and parity 1 blocks; and so on, alternating.",
+    "In phases 0 and 2, parity 0 blocks and parity 1 passes; in phases 1 and 3, the reverse.",
     drawn_phases,
     height=2.4,
 )
@@ -473,23 +477,25 @@ def turns():
 # Three rungs without roles
 # -------------------------
 #
-# To judge roles fairly, we first make a matmul fast without them, in one kernel whose eight warps
-# all load and multiply. Its shared memory holds a *ring* of slots, each with room for the two tiles
-# of a step, ``a_s.index(slot)`` and ``b_s.index(slot)``. With
-# ``STAGES`` slots, step ``i`` uses slot ``i % STAGES``. Each slot has a barrier,
-# ``full.index(slot)``, at which the warps wait until its tiles have been written.
+# To judge roles fairly, we first make a matmul fast without them. All eight warps of its kernel run
+# the same loop.
+#
+# Shared memory holds a *ring* of slots, each with room for the two tiles of a step,
+# ``a_s.index(slot)`` and ``b_s.index(slot)``. With ``STAGES`` slots, step ``i`` uses slot
+# ``i % STAGES``. Each slot has a barrier, ``full.index(slot)``, at which the warps wait until its
+# tiles have been written.
 #
 # **Rung 1: load, wait, multiply.** There is only one slot. The next tiles cannot be loaded until
 # the matmul has read this slot, and until they arrive the tensor cores are idle.
 #
 # **Rung 2: loads ahead.** With three slots, the tiles of the next two steps arrive during a matmul.
-# But the warps wait for it before they ask for more, and while they ask, the tensor cores are idle.
+# But the warps ask for more tiles only after the matmul, and while they ask, the tensor cores are
+# idle.
 #
-# **Rung 3: one matmul in flight.** The warps need not wait, because ``wgmma``, like the copy, only
-# starts the work: with ``is_async=True``, ``warpgroup_mma`` returns at once. A later
-# ``warpgroup_mma_wait(n)`` waits until at most ``n`` matmuls are unfinished. It takes the
-# accumulators as ``deps`` and hands them back, since nothing may read them before then. With ``n``
-# equal to 1, the tensor cores already have the next matmul while the warps ask for tiles:
+# **Rung 3: one matmul in flight.** The warps need not wait for a matmul, because ``wgmma``, like
+# the copy, only starts the work: with ``is_async=True``, ``warpgroup_mma`` returns at once. A later
+# ``warpgroup_mma_wait(n)`` waits until at most ``n`` matmuls are unfinished. With ``n`` equal to 1,
+# the tensor cores already have the next matmul while the warps ask for tiles:
 
 
 # Drawing
@@ -534,17 +540,17 @@ def drawn_flight(axes):
 
 lab.sketch(
     "What the tensor cores do while the warps ask for tiles",
-    "Two pairs of lanes over time. In rung 2 the warps wait for a matmul, then ask for tiles, "
-    "and the tensor cores are idle meanwhile. In rung 3, with one matmul in flight, the tensor "
-    "cores go from one matmul to the next while the warps ask.",
+    "Lanes over time. In rung 2 the tensor cores are idle while the warps ask for tiles; in rung "
+    "3 they go from one matmul to the next.",
     drawn_flight,
     height=2.8,
 )
 
 # %%
 # All three rungs share this loop; before it, the kernel asks for the tiles of the first ``STAGES``
-# steps. ``IN_FLIGHT`` is 1 in rung 3 and otherwise 0; ``acc`` holds the accumulators. Our ``fetch``
-# announces a step's tiles and asks for them if its last argument is true.
+# steps. ``IN_FLIGHT`` is 1 in rung 3 and otherwise 0. The wait takes the accumulators as ``deps``
+# and hands them back, so that the compiler lets nothing read them earlier. Our ``fetch`` announces
+# a step's tiles and asks for them if its last argument, here ``some``, is true.
 #
 # .. literalinclude:: warps_with_roles.py
 #    :language: python
@@ -553,8 +559,8 @@ lab.sketch(
 #    :dedent:
 #
 # In rung 3, for example, step 5 refills the slot of step 4 with the tiles of step 7. One barrier
-# per slot is enough here, because the warps that read a slot also refill it, and Triton makes all
-# eight meet before one thread asks.
+# per slot is enough, because the warps that read a slot also refill it: Triton makes all eight meet
+# before one thread asks.
 
 
 # Whole: the loop of rungs 1 to 3
@@ -699,11 +705,10 @@ def drawn_roles(axes):
 
 lab.sketch(
     "Who does what in a program with roles",
-    "Boxes: a loader of one warp names tiles to the copy engine, which moves them from global "
-    "memory into three slots of shared memory. Two consumers of four warps each issue matmuls to "
-    "the tensor cores, which read the slots. Each slot has two barriers: at empty the loader waits "
-    "and the consumers arrive; at full the loader announces bytes, the copy engine reports them as "
-    "written, and the consumers wait.",
+    "A loader names tiles to the copy engine, which writes them into slots of shared memory. Two "
+    "consumers issue matmuls to the tensor cores, which read the slots. At each slot's barrier "
+    "empty the loader waits and the consumers arrive; at full the loader announces bytes, the copy "
+    "engine reports them as written, and the consumers wait.",
     drawn_roles,
 )
 
@@ -752,10 +757,9 @@ def drawn_ring(axes):
 
 lab.sketch(
     "Two slots, five tiles: who waits for what",
-    "Four lanes over time: the loader, two slots, the consumer. The loader asks for tiles 0 and 1 "
-    "at once. For tile 2 it waits at empty[0], parity 0, until tile 0 has been read, while tile 1 "
-    "is already there. The consumer waits once, for tile 0, at full[0], parity 0, and then "
-    "multiplies without a pause. For tile 4 the loader waits at empty[0], parity 1.",
+    "Lanes over time. The loader asks for tiles 0 and 1 at once, and for each later tile waits "
+    "until its slot has been read: for tile 2 at empty[0], parity 0, for tile 4 at empty[0], "
+    "parity 1. The consumer waits once, for tile 0, at full[0], parity 0.",
     drawn_ring,
     height=3.3,
 )
@@ -765,9 +769,12 @@ lab.sketch(
 # once, because every later tile arrives during a matmul.
 #
 # **Which parity?** Tile ``i`` is use number ``i // SLOTS`` of its slot, and each use ends the phase
-# of the same number at both barriers. The consumer waits until the tile of this use has arrived, so
-# it asks ``full`` for the parity of the use. The loader waits until the tile of the use *before*
-# has been read, so it asks ``empty`` for the other parity; in use 0, a new barrier lets it pass.
+# of the same number at both barriers.
+#
+# - The consumer waits until the tile of *this* use has arrived, so it asks ``full`` for the parity
+#   of the use.
+# - The loader waits until the tile of the use *before* has been read, so it asks ``empty`` for the
+#   other parity. In use 0, a new barrier lets it pass.
 
 # %%
 lab.table(
@@ -785,8 +792,8 @@ lab.table(
 # has been read, nor read again before it has been refilled.
 #
 # Written as Python generators, both roles run without a GPU. Each ``yield`` names a barrier and the
-# parity for which the role waits, and a short scheduler (in the script) resumes the role when the
-# barrier lets it pass. Both run to their end.
+# parity for which the role waits, and a scheduler (``play``, folded below) resumes the role when
+# the barrier lets it pass. Both run to their end.
 
 
 def loader(full, empty, n, slots):
@@ -880,6 +887,15 @@ assert all(play(6, 2, consumers=(consumer, consumer), expected=1))  # all wait f
 
 
 # Folded: The layout: its numbers, and which thread holds which sum
+nan = float("nan")
+instructions = lab.measure("Instructions of the kernels", emitted)
+of = {row["kernel"]: row for row in instructions.rows}
+
+
+def count(kernel, column):
+    return of[kernel][column] if of else nan
+
+
 def holder(row, column):
     """The thread of a warp that holds an accumulator, and which of its registers."""
     thread = row % 8 * 4 + column % 8 // 2
@@ -906,8 +922,8 @@ def drawn_accumulators(axes):
 
 lab.sketch(
     "The thread that holds each accumulator",
-    "A grid of 16 × 16 numbers. Four neighbouring threads share a row, and each holds pairs of "
-    "neighbouring columns; thread 5 holds registers 0 to 7 at rows 1 and 9, columns 2, 3, 10, 11.",
+    "A grid of 16 × 16 numbers. Four neighbouring threads share a row; thread 5 holds rows 1 and "
+    "9, columns 2, 3, 10 and 11.",
     drawn_accumulators,
     height=4.6,
 )
@@ -920,8 +936,13 @@ lab.together(
     lab.read(
         "The first operand of `wgmma` may lie in registers, in exactly the layout of the "
         "accumulators; the second always lies in shared memory. The matmul `relu(a b) v` can "
-        "therefore read `relu(a b)` where it lies, and `assert_trivial` in this kernel makes the "
-        "compiler fail if a value would have to move to another thread:"
+        "therefore read `relu(a b)` where it lies. In this kernel, `assert_trivial` makes the "
+        "compiler fail if a value would have to move to another thread"
+        + (
+            ", and the compiled code has no shuffles, the instructions that move one:"
+            if count("chain", "shuffles") == 0
+            else ":"
+        )
     ),
     lab.source(chain_kernel),
 )
@@ -933,8 +954,8 @@ lab.together(
 #    :language: python
 #    :pyobject: matmul_kernel
 #
-# Every role but the first gets extra warps: ``[1]`` says how many, and ``[24]`` says how many
-# registers each of their threads gets.
+# Every role but the first gets extra warps. In the last line, ``[1]`` says how many, and ``[24]``
+# says how many registers each of their threads gets.
 #
 # **The launch** writes the descriptors and starts one program per tile of ``c``:
 #
@@ -965,15 +986,6 @@ lab.read(tried_here())
 # %%
 
 # Folded: Whether the fence is needed
-nan = float("nan")
-instructions = lab.measure("Instructions of the kernels", emitted)
-of = {row["kernel"]: row for row in instructions.rows}
-
-
-def count(kernel, column):
-    return of[kernel][column] if of else nan
-
-
 written, left_out = (count(name, "fences") for name in ("double", "double, no fence"))
 wrong = count("double, no fence", "wrong numbers")
 lab.together(
@@ -986,13 +998,30 @@ lab.together(
             if left_out >= written
             else "Triton does not insert the fence for us. "
             + (
-                "In our runs no number was wrong without it, but the manual does not promise that."
+                "In 20 launches without it no number was wrong, but the manual does not promise "
+                "that."
                 if wrong == 0
-                else f"Without it, {wrong:,.0f} numbers were wrong."
+                else f"In 20 launches without it, {wrong:,.0f} numbers were wrong."
             )
         )
     ),
-    instructions,
+    lab.table(
+        [
+            {"kernel": name}
+            | {
+                "fences in its code": row["fences"],
+                "wrong numbers": row["wrong numbers"],
+            }
+            for name, row in of.items()
+            if name.startswith("double")
+        ],
+        "The kernel with and without the fence"
+        + (
+            f". Recorded on {instructions.provenance['gpu']}."
+            if of
+            else f". {instructions.why_not}"
+        ),
+    ),
     lab.source(double_role),
     lab.source(double_kernel),
 )
@@ -1006,13 +1035,16 @@ lab.together(
 # Two things are new:
 #
 # - **Two consumers release a slot.** It is empty when both have read it, so its barrier counts two:
-#   ``mbarrier.init(empty.index(s), count=2)``. With a count of one, the loader may refill a slot as
-#   soon as one consumer has read it. If both arrive before it looks, the parity is unchanged after
-#   two phases: in our model all three roles then wait for ever.
-# - **Registers change hands.** Only whole warpgroups can give and take them, so the loader's single
-#   warp counts as a third one, and each thread starts with 168: the SM's 65,536 / (3 × 128),
-#   rounded down to a multiple of 8. The loader needs hardly any: 3 × 168 = 240 + 240 + 24.
-#   ``[240, 24]`` names the added roles, consumer 1 and the loader; consumer 0 gets the rest.
+#   ``mbarrier.init(empty.index(s), count=2)``. With a count of one, the loader may refill a slot
+#   that one consumer is still reading. Or both consumers arrive before the loader looks, and the
+#   parity, after two phases, is the old one: in our model all three roles then wait for ever.
+# - **Registers change hands.** The loader needs hardly any, so it gives most of its share away:
+#   3 × 168 = 240 + 240 + 24. The share of 168 per thread is the SM's 65,536 registers / (3 × 128
+#   threads), rounded down to a multiple of 8. The loader's single warp counts as 128 threads here,
+#   because only whole warpgroups can give and take registers.
+#
+# In the launch of the roles, ``[4, 1]`` and ``[240, 24]`` name the warps and registers of the added
+# roles, consumer 1 and the loader. Consumer 0 gets the rest:
 #
 # .. code-block:: python
 #
@@ -1249,10 +1281,9 @@ lab.together(
             else "No rung spills a value."
         )
         + (
-            " The instruction that moves registers is `setmaxnreg`. Before and after the roles, "
-            "Triton gives 256 to the default partition and 120 to each of the two other "
-            "warpgroups. A thread can name only 255 of its 256, but `setmaxnreg` takes multiples "
-            "of 8."
+            " The instruction that moves registers is `setmaxnreg`. Besides the 240 and 24 of the "
+            "roles, Triton uses it before and after them: 256 for the warps of the launch, which "
+            "become consumer 0, and 120 for each of the two other warpgroups."
             if asked == "24, 120, 240, 256"
             else ""
         )
@@ -1344,9 +1375,9 @@ def beside_the_loop():
         )
     of_loop = [of_cublas("one in flight", n) for n in SIZES]
     return (
-        f"The loader does not pay. Rung 3, without roles, reaches {min(of_loop):.0f} to "
-        f"{max(of_loop):.0f} % of the speed of cuBLAS, which is {sizes_of[SIZES[-1]]:.0f} "
-        f"TFLOP/s at size {SIZES[-1]:,}. Rung 4 is up to {most:.1f} % slower than rung 3:"
+        f"**The loader does not pay.** Rung 3, without roles, reaches {min(of_loop):.0f} to "
+        f"{max(of_loop):.0f} % of the speed of cuBLAS. Rung 4 is {least:.1f} to {most:.1f} % "
+        "slower than rung 3:"
     )
 
 
@@ -1396,12 +1427,12 @@ def drawn_gains(axes, rows):
 
 
 def said_of_gains(rows):
-    shares = (
-        f"{LABELS[row['provider']]}, n = {row['n']:,}: {100 * row['share']:.0f}"
-        for row in rows
-        if row["provider"] in LABELS
-    )
-    return f"Marks with whiskers, in % of the speed of cuBLAS. {'; '.join(shares)}."
+    ranges = []
+    for name, label in LABELS.items():
+        own = [100 * row["share"] for row in rows if row["provider"] == name]
+        if own:
+            ranges.append(f"{label}, {min(own):.0f} to {max(own):.0f}")
+    return f"In % of the speed of cuBLAS: {'; '.join(ranges)}."
 
 
 lab.draw(climbed, "An n × n matmul, rung by rung", said_of_gains, drawn_gains)
@@ -1409,7 +1440,7 @@ lab.draw(climbed, "An n × n matmul, rung by rung", said_of_gains, drawn_gains)
 # %%
 
 # Reading
-SCATTER = 0.02  # speeds that are nearer than this we call equal
+SCATTER = 0.02  # a smaller difference gets no explanation
 by_ring = all(
     at_size("ring", n) - at_size("one buffer", n)
     > at_size("one in flight", n) - at_size("ring", n)
@@ -1421,19 +1452,23 @@ like_dot = all(
 )
 below_loop = all(at_size("roles", n) < at_size("one in flight", n) for n in SIZES)
 assert not climbed.rows or (below_loop and like_dot)  # as the introduction says
-lab.read(
-    (
-        "At every size, most of the gain comes from loading ahead and the rest from the matmul in "
-        "flight. "
-        if by_ring
-        else ""
+dot_apart = max(
+    abs(at_size("tl.dot", n) / at_size("one in flight", n) - 1) for n in SIZES
+)
+lab.together(
+    lab.read(
+        "Most of the gain comes from loading ahead, and the rest from the matmul in flight. (At "
+        f"size {SIZES[-1]:,}, cuBLAS reaches {sizes_of[SIZES[-1]]:.0f} TFLOP/s.)"
     )
-    + (
-        "`tl.dot` is as fast as rung 3, so a plain matmul needs neither roles nor Gluon."
+    if by_ring
+    else None,
+    lab.read(
+        f"`tl.dot` differs from rung 3 by at most {100 * dot_apart:.1f} %, so a plain matmul needs "
+        "neither roles nor Gluon."
         if like_dot
         else f"`tl.dot` reaches {of_cublas('tl.dot', 8192):.0f} % of cuBLAS at size 8,192."
-    )
-    + (" We do not know why rung 4 is slightly slower." if below_loop else "")
+    ),
+    lab.read("We do not know why rung 4 is slightly slower.") if below_loop else None,
 )
 
 # %%
@@ -1476,25 +1511,17 @@ apart = climbed.rows and all(
 )
 lab.together(
     lab.read(
-        "In percent of the speed of rung 3, rung 4 reaches "
-        + ", ".join(
-            f"{100 * at_size('roles', n) / at_size('one in flight', n):.1f} at size {n:,}"
-            for n in SIZES
-        )
-        + ". "
-        + (
-            "The whiskers of the two do not overlap at any size."
-            if apart
-            else "At some sizes the whiskers of the two overlap."
-        )
+        "The loss is hardly noise: at no size do the whiskers of rungs 3 and 4 overlap."
+        if apart
+        else "The loss may be noise: at some sizes the whiskers of rungs 3 and 4 overlap."
     ),
     lab.read(
-        f"Each program loses {min(lost):.1f} to {max(lost):.1f} µs to roles, whether it takes "
-        f"{SIZES[0] // BLOCK_K} steps or {SIZES[-1] // BLOCK_K}. (At the three sizes, an SM runs "
-        f"up to {', '.join(f'{rounds_of(n):.0f}' for n in SIZES[:-1])} and "
-        f"{rounds_of(SIZES[-1]):.0f} of them one after another.) As the loss does not grow with "
-        "the number of steps, it seems to arise at a program's start or end, but nothing here "
-        "isolates its cause."
+        "An SM runs its programs one after another: at the three sizes, up to "
+        f"{', '.join(f'{rounds_of(n):.0f}' for n in SIZES[:-1])} and {rounds_of(SIZES[-1]):.0f}. "
+        f"Divided among them, the loss is {min(lost):.1f} to {max(lost):.1f} µs per program, "
+        f"although a program takes {SIZES[0] // BLOCK_K} steps at the smallest size and "
+        f"{SIZES[-1] // BLOCK_K} at the largest. It may therefore arise at a program's start or "
+        "end; nothing here isolates its cause."
     )
     if lost
     else None,
@@ -1656,12 +1683,8 @@ lengths = {
 late = [n for found in lengths.values() for n in found if n > 1.5 * step_cycles]
 lab.read(
     "From rung 3 on, the tensor cores are not idle: with roles or without, a step takes only as "
-    "long as its matmul (dashed)"
-    + (
-        ", so the loss of rung 4 does not arise in these steps."
-        if below_loop and not late
-        else "."
-    )
+    "long as its matmul (dashed)."
+    + (" In these steps, rung 4 loses nothing." if below_loop and not late else "")
     if least_step and round(ahead) == round(in_roles)
     else f"In rung 3 a step takes {ahead:,.0f} cycles, and with roles up to {in_roles:,.0f}; the "
     f"minimum is {step_cycles:,.0f}."
@@ -1731,23 +1754,27 @@ lab.draw(
 # %%
 
 # Reading
-lab.read(
-    (
-        "In rung 2, before they issue the next matmul, the warps ask for tiles (orange, "
-        f"{part(RING, 'asks for tiles'):.0f} cycles) and pass a barrier "
-        f"({part(RING, 'waits at a barrier'):.0f} of the grey); the tensor cores are idle "
-        "meanwhile. "
+lab.together(
+    lab.read(
+        "In rung 2 the tensor cores are idle while the warps ask for tiles (orange, "
+        f"{part(RING, 'asks for tiles'):.0f} cycles) and pass the barrier of the next tile "
+        f"({part(RING, 'waits at a barrier'):.0f} of the grey)."
         if abs(own_matmul / step_cycles - 1) < 0.02
-        else f"A step of rung 2 takes {bare:,.0f} cycles. "
-    )
-    + (
-        "In rung 3 asking costs nothing, because the next matmul is already running, so the loader "
-        "of rung 4 has nothing left to save. Before you give a kernel a loader, keep one matmul in "
-        "flight and see whether the tensor cores are still idle."
+        else f"A step of rung 2 takes {bare:,.0f} cycles."
+    ),
+    lab.read(
+        "In rung 3 asking costs nothing, because the next matmul is already running. The loader of "
+        "rung 4 has nothing left to save."
         if least_step
         else "In rung 3 the warps ask while the next matmul is running, for "
         f"{share(LOOP, 'asks for tiles'):.0f} % of the step; in rung 4 the loader asks."
+    ),
+    lab.read(
+        "**Before you give a kernel a loader,** keep one matmul in flight, and see whether the "
+        "tensor cores are still idle."
     )
+    if least_step
+    else None,
 )
 
 # %%
@@ -1770,40 +1797,43 @@ noted, noted_of_loop = (rounds * (4096 // BLOCK_K) * n / 1e3 for n in (bare, ahe
 expected = (noted + in_loop - noted_of_loop) / in_loop  # starts and ends are the loop's
 more = 1e3 * in_loop * (in_cycles - 1) / (rounds * (4096 // BLOCK_K))  # cycles per step
 lab.read(
-    f"A step of rung 2 takes {bare - ahead:,.0f} cycles more than one of rung 3 in the figure, but "
-    f"only about {more:,.0f} more by whole matmuls. Reading the clock, which in rung 2 no matmul "
-    "hides, may add the difference; nothing here isolates this. "
-    + (
-        f"These {more:,.0f} are {100 * more / ahead:.0f} % of rung 3's step, but rung 2 takes only "
-        f"{100 * (longer - 1):.0f} % more time: programs also start and end, and its clock was "
-        f"{100 * (faster - 1):.0f} % faster."
-        if more / ahead > in_cycles - 1 and in_cycles > longer and faster > 1.02
-        else f"In time, rung 2 takes {100 * (longer - 1):.0f} % more."
-    )
+    "The trace exaggerates what rung 2 loses. Its step is "
+    f"{bare - ahead:,.0f} cycles longer than rung 3's here, but whole matmuls without a trace say "
+    f"about {more:,.0f} (counted in the fold below). Reading the clock, which in rung 2 no matmul "
+    "hides, may add the rest."
     if expected > in_cycles + SCATTER
     else f"Rung 2's step is {slower:.2f} times as long as rung 3's, but its whole matmul takes "
     f"only {longer:.2f} times as long. This run does not show why."
 )
 
 # %%
-# Roles are for loops that also compute. In rung 3 all eight warps meet in every step, so in
+# Roles are made for loops that also compute. In rung 3 all eight warps meet in every step, so in
 # attention they would reach the softmax at about the same time, and only a matmul already in flight
 # could hide it. Two consumers need not meet: one can compute its softmax while the tensor cores
-# multiply for the other.
+# multiply for the other. Whether they do so by themselves is a question of the next chapter.
 
 # %%
 
 
 # Folded: Every part of a step, the steps on a timeline, and whole matmuls in cycles
-def said(rows):
+def said_of_parts(rows):
     found = []
     for kernel, lane in in_lanes(rows):
-        parts, step = spent(rows, kernel, lane)
-        spans = (f"{label} for {n:,.0f}" for label, n in parts.items() if n)
-        found.append(
-            f"{RUNG[kernel]}, {lane}: {step:,.0f} cycles per step, of which it {', '.join(spans)}"
-        )
-    return f"Bars of cycles. {'; '.join(found)}."
+        parts, _ = spent(rows, kernel, lane)
+        numbers = ", ".join(f"{n:,.0f}" for n in parts.values())
+        found.append(f"{RUNG[kernel]}, {lane}: {numbers}")
+    return (
+        "Cycles of a step at a barrier, waiting for a matmul, and asking. "
+        f"{'; '.join(found)}."
+    )
+
+
+def said_of_trace(rows):
+    ends = {}
+    for row in rows:
+        ends[row["kernel"]] = max(ends.get(row["kernel"], 0), row["asked"])
+    found = (f"{RUNG[name]} after {end / 1000:.0f}" for name, end in ends.items())
+    return f"Timelines. Step 15 ends, in thousand cycles: {', '.join(found)}."
 
 
 def name_lanes(axes, rows, rest=None):
@@ -1849,15 +1879,15 @@ def drawn_trace(axes, rows):
     axes.set(xlabel="thousand cycles of the SM")
 
 
-cublas_mhz = measured("matmul", "clock, MHz", 8192)
-peak_then = (
-    climbed.provenance["sm_count"] * cublas_mhz * flops_per_cycle / 1e6
-    if counted
-    else nan
-)
 asks = {lane: part(lane, "asks for tiles") for lane in (LOOP, ROLES[0])}
-at_best = 2 * 4096**3 / flops_per_cycle / sm_count / 1e3  # thousand cycles
-busy = 100 * at_best / in_loop
+
+
+def busy(name, n):
+    """For how much of a whole matmul's cycles the tensor cores are busy, in percent."""
+    at_best = 2 * n**3 / flops_per_cycle / sm_count / 1e3  # thousand cycles
+    return 100 * at_best / measured(name, "cycles, thousands", n)
+
+
 least_waits = min(share(lane, *BOTH) for lane in ROLES[1:]) // 1
 
 
@@ -1874,37 +1904,31 @@ def passed_together():
     return max(map(abs, apart["works"])) < 60 < median_of(apart["ends"])
 
 
-at_barrier = [share(lane, BOTH[0]) for lane in ROLES[1:]]
+by_clock = in_cycles > longer and faster > 1.02
 lab.together(
-    lab.draw(trace, "Every part of a step, by role", said, drawn_parts),
-    lab.read(
-        f"In rung 2 the tensor cores are idle for {100 * (1 - step_cycles / bare):.0f} % of a "
-        "traced step, because the warps issue the next matmul only after they have waited for this "
-        "one, asked for tiles and passed the barrier."
-        if abs(own_matmul / step_cycles - 1) < 0.02
-        else f"A traced step of rung 2 takes {bare:,.0f} cycles. "
-    ),
-    lab.read(
-        (
-            "The consumers wait at a barrier (grey) for more than half of a step"
-            if min(at_barrier) > 50
-            else "The consumers, too, wait at a barrier (grey)"
-        )
-        + ", but a consumer issues its next matmul while the previous one is still running."
-    )
-    if least_step
-    else None,
-    lab.draw(trace, "Sixteen steps, without and with roles", said, drawn_trace),
+    lab.draw(trace, "Every part of a step, by role", said_of_parts, drawn_parts),
     lab.read(
         f"We trace the first {TRACE} of the program's {4096 // BLOCK_K} steps. The medians cover "
-        f"steps 5 to {TRACE - 2}, when the ring has filled. A bar of the visible figure that "
-        "stands for both consumers shows their mean."
+        f"steps 5 to {TRACE - 2}, when the ring has filled. Where a bar of the visible figure "
+        "stands for both consumers, it shows their mean."
     ),
     lab.read(
-        "After issuing a matmul, warps must wait for the previous one. A consumer therefore waits "
-        f"for {least_waits:.0f} % of a step or more, and the warps of rung 3 for "
-        f"{share(LOOP, *BOTH):.0f} %."
+        f"In rung 2 the tensor cores are idle for {100 * (1 - step_cycles / bare):.0f} % of a "
+        "traced step."
+    )
+    if abs(own_matmul / step_cycles - 1) < 0.02
+    else None,
+    lab.read(
+        f"A consumer waits, at a barrier or for a matmul, for {least_waits:.0f} % of a step or "
+        f"more, and the warps of rung 3 for {share(LOOP, *BOTH):.0f} %. To ask for the same tiles, "
+        f"the warps of rung 3 need {asks[LOOP]:.0f} cycles and the loader {asks[ROLES[0]]:.0f}."
     ),
+    lab.read(
+        "Both consumers pass the barrier of a tile at about the same time, but the matmuls of "
+        "consumer 1 end first: it waits longer at the next barrier and less for its matmul."
+    )
+    if trace.rows and passed_together()
+    else None,
     lab.read(
         (
             "In one of the ten steps of rung 4 a tile arrived late, and the step took "
@@ -1915,50 +1939,46 @@ lab.together(
         )
         + (
             "Reading the clock does not lengthen a step of rungs 3 and 4, because their median is "
-            "already the minimum. "
+            "already the minimum."
             if least_step
             else ""
         )
     )
-    if late or least_step
+    if len(late) == 2 or least_step
     else None,
+    lab.draw(
+        trace, "Sixteen steps, without and with roles", said_of_trace, drawn_trace
+    ),
     lab.read(
-        f"To ask for the same tiles, the warps of rung 3 need {asks[LOOP]:.0f} cycles and the "
-        f"loader {asks[ROLES[0]]:.0f}."
-        + (
-            " Both consumers pass the barrier of a tile at about the same time, but the matmuls of "
-            "consumer 1 end first: it waits longer at the next barrier and less for its matmul."
-            if trace.rows and passed_together()
-            else ""
-        )
+        "Do not compare where rungs 3 and 4 begin. Each timeline starts at its first stamp, and by "
+        "then rungs 2 and 3 have already asked for their first tiles, but rung 4 has not."
     ),
     whole,
     lab.read(
-        f"At size 4,096 rung 2's whole matmul takes {in_cycles:.2f} times the cycles of rung 3's, "
-        f"and {longer:.2f} times the time."
+        f"At size 4,096 rung 2's whole matmul takes {in_cycles:.2f} times the cycles of rung 3's"
+        + (
+            f", but only {longer:.2f} times the time, because its clock was "
+            f"{100 * (faster - 1):.0f} % faster."
+            if by_clock
+            else f", and {longer:.2f} times the time."
+        )
     )
     if counted
     else None,
     lab.read(
-        f"If every step took as long as those traced, the {rounds:.0f} rounds of programs would "
-        f"take {noted:,.0f} thousand cycles in rung 2 and {noted_of_loop:,.0f} thousand in rung 3. "
-        "If we count the rest of rung 3's cycles as starts and ends, and as many in rung 2, its "
-        f"whole matmul should take {expected:.2f} times the cycles of rung 3's, instead of "
-        f"{in_cycles:.2f}. By the same count, the difference of the whole matmuls, divided among "
-        f"{rounds:.0f} × {4096 // BLOCK_K} steps, is {more:,.0f} cycles per step."
+        f"An SM runs {rounds:.0f} rounds of programs with {4096 // BLOCK_K} steps each. Divided "
+        "among these steps, the whole matmuls of rungs 2 and 3 differ by "
+        f"{more:,.0f} cycles per step. By the trace they should differ by {bare - ahead:,.0f}, and "
+        f"rung 2 should take {expected:.2f} times the cycles of rung 3, if the starts and ends of "
+        "its programs take as long as rung 3's."
     )
     if counted and expected > in_cycles + SCATTER
     else None,
     lab.read(
-        f"Over rung 3's whole matmul the tensor cores are busy for {busy:.0f} % of the cycles. "
-        "Programs that compute several tiles of `c`, one after another, might use some of the "
-        "rest; we have not tested this."
-    )
-    if counted
-    else None,
-    lab.read(
-        f"At size 8,192 cuBLAS reaches {100 * sizes_of[8192] / peak_then:.0f} % of what the tensor "
-        f"cores could do at its clock: {peak_then:,.0f} TFLOP/s at {cublas_mhz:,.0f} MHz."
+        f"At {flops_per_cycle:,} FLOP per cycle, the tensor cores are busy for "
+        f"{busy('one in flight', 4096):.0f} % of the cycles of rung 3's whole matmul at size "
+        f"4,096, and for {busy('matmul', 4096):.0f} % of those of cuBLAS. At size 8,192 it is "
+        f"{busy('one in flight', 8192):.0f} and {busy('matmul', 8192):.0f} %."
     )
     if counted
     else None,
@@ -2009,21 +2029,25 @@ free, taken = (
     100 * overlap(alternated.rows, run) if alternated.rows else nan
     for run in ("free", "in turns")
 )
+first_pause = (
+    alternated.rows[0]["ends, cycles"] - alternated.rows[0]["begins, cycles"]
+    if alternated.rows
+    else nan
+)
 lab.together(
     lab.draw(
         alternated,
         "When each consumer has its turn",
         lambda rows: (
-            f"Bars over cycles: free, {100 * overlap(rows, 'free'):.0f} % of consumer 0's work "
-            f"overlaps with consumer 1's; in turns {100 * overlap(rows, 'in turns'):.0f} %."
+            f"{100 * overlap(rows, 'free'):.0f} % of consumer 0's bars overlap with consumer 1's "
+            f"without barriers, {100 * overlap(rows, 'in turns'):.0f} % in turns."
         ),
         drawn_turns,
     ),
     lab.read(
-        "Two consumers that start together may stay together: both multiply, and then both compute "
-        "while the tensor cores are idle. With named barriers, each can wait for its turn and then "
-        "hand it to the other, which is called ping-pong. Our ladder does not use it; the next "
-        "chapter measures whether it pays in attention."
+        "Two consumers may fall into step: both multiply, and then both compute while the tensor "
+        "cores are idle. With named barriers, each waits for its turn and then hands it to the "
+        "other, which is called ping-pong. Our ladder does not use it."
     ),
     lab.read(
         "In the figure, one pause stands for the matmuls (the bars) and another for the rest (the "
@@ -2034,9 +2058,14 @@ lab.together(
             f"{taken:.0f} %. Before its loop, consumer 1 arrives at the barrier of consumer 0, or "
             "both would wait for ever."
             if taken < 10 < free
-            else "In this run the consumers alternated even without barriers, so it does not show "
-            f"what the barriers are for: their matmuls overlap by {free:.0f} % without, and by "
-            f"{taken:.0f} % with them."
+            else "In this run the consumers alternated even without barriers, so the figure does "
+            "not show what the barriers are for. "
+            + (
+                f"Without them, consumer 0's first pause ended after only {first_pause} cycles, "
+                "and the two stayed apart."
+                if first_pause < 500
+                else ""
+            )
             if free < 10
             else f"Left alone, consumer 1 multiplies during {free:.0f} % of consumer 0's matmuls, "
             f"and in turns during {taken:.0f} %."
@@ -2049,9 +2078,7 @@ lab.together(
 # --------------
 #
 # The price of roles is two barriers per slot that must be exactly right. To see what a mistake
-# does, we let a loader pass six tiles through two slots to a consumer, which adds them up. Every
-# element of tile ``i`` is :math:`10^i`, so each digit of the sum, from the right, counts how often
-# a tile was added. For a kernel that hangs, the table shows where each role was stuck. In the
+# does, we let a loader pass six tiles through two slots to a consumer, which adds them up. In the
 # consumer's loop, ``pause`` stands for other work:
 #
 # .. code-block:: python
@@ -2060,6 +2087,10 @@ lab.together(
 #    pause(5000)                                 # line 2
 #    total += ring.index(slot).load(layout)      # line 3
 #    mbarrier.arrive(empty.index(slot))          # line 4
+#
+# Every element of tile ``i`` is :math:`10^i`, so the digits of the sum, from the right, count how
+# often tiles 0, 1, 2, … were added. Where a kernel hangs, the table shows the barrier at which each
+# role was stuck.
 
 # Measuring
 MISTAKES = {
@@ -2219,8 +2250,9 @@ def as_in_the_model():
 
 lab.together(
     lab.read(
-        "Each mistake runs in its own process, which is killed if it hangs for two seconds; its "
-        "roles write their progress into the host's memory. The pause is 5,000 ns."
+        "Each mistake runs in its own process, which is stopped if its kernel hangs for two "
+        "seconds. The roles write their progress into the host's memory. The pause is about 5,000 "
+        "ns."
         + (
             " With a wrong first parity, or without line 4, the kernel and the Python model stop "
             "at the same barriers."
@@ -2259,8 +2291,8 @@ lab.read(
     else f"**Deadlocks.** {spelled(len(hung)).capitalize()} of the {spelled(len(outcome) - 1)} "
     "mistakes hang. "
     + (
-        "With parity 0 in line 1, for example, the consumer hangs at tile 2, because this "
-        "tile arrived during the pause for tile 1 and ended a phase of parity 1."
+        "With parity 0 in line 1, for example, the consumer hangs at tile 2, because the arrival "
+        "of this tile, during the pause for tile 1, ended a phase of parity 1."
         if at_consumer.get("always waits for parity 0") == "tile 2: waits for full[0]"
         else ""
     )
@@ -2295,8 +2327,8 @@ lab.read(
 
 # Reading
 lab.read(
-    "**Luck.** Without line 1 the sum is still right, because here each tile arrived before it was "
-    "read. A correct result does not prove the waits correct."
+    "**Luck.** Without line 1 the sum is still right, because each tile happened to arrive before "
+    "it was read. A correct result does not prove the waits correct."
     if lucky == ["does not wait for the tile"]
     else f"**Luck.** The sum is right despite these mistakes: {listed(lucky)}."
 )
@@ -2314,8 +2346,12 @@ lab.read(
 # In short
 # --------
 #
-# A loader asks the copy engine for tiles, consumers issue matmuls, and two barriers per slot keep
-# them in step.
+# - A loader asks the copy engine for tiles, consumers issue matmuls, and two barriers per slot keep
+#   them in step.
+# - A wait names a phase by its parity alone. With a mistake it may never end, which is a deadlock,
+#   or end too early, which is a race.
+# - Roles do not help a plain matmul, because one matmul in flight already keeps the tensor cores
+#   busy. They are made for loops that compute between their matmuls, as in attention.
 
 # %%
 
@@ -2327,9 +2363,7 @@ reached = sorted(
 )
 lab.read(
     "With roles or without, one matmul in flight reaches "
-    f"{reached[0].strip()} to {reached[-1].strip()} % of the speed of cuBLAS. Roles do not help a "
-    "plain matmul. They can pay where a loop has something to compute between its matmuls, as in "
-    "the next chapter."
+    f"{reached[0].strip()} to {reached[-1].strip()} % of the speed of cuBLAS."
 )
 
 # %%
@@ -2390,8 +2424,8 @@ lab.together(
     lab.read(
         f"With two slots the matmul reaches {100 * shallow / again:.0f} % of its speed with three. "
         + (
-            "The matmul in flight and the one before it occupy both slots, so a tile has one step "
-            "to arrive; with three slots it has two. "
+            "A slot is refilled when its matmul has ended, so with two slots a tile has one step "
+            "to arrive; with three it has two. "
             if shallow < 0.95 * again
             else ""
         )
