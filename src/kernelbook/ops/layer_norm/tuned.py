@@ -9,7 +9,7 @@ TILE, TILE_BYTES, WARP = 2048, 32768, 1024
 """Least bytes of a forward tile of whole rows, and most; and the bytes of a row for each of up to
 four warps. A row that one warp holds is reduced without a barrier: on an H200 rows of 512 columns
 of bfloat16 gave 0.98 of a copy, and 0.83 in tiles of 4,096 bytes with four warps. The loads of x
-ask L2 to keep x: with that hint 4,096 columns gave 1.01 of a copy, and 0.96 without."""
+ask L2 to keep x: with that hint 4,096 columns gave 0.99 of a copy, and 0.96 without."""
 
 SHORT_COLS, SHORTEST_COLS = 32, 8
 """Longest rows of which a warp holds many. One warp a tile would be too few loads at a time where
@@ -28,7 +28,7 @@ def row_warps(block: int, itemsize: int) -> int:
 
 PIECE_COLS, PIECE_WARP = 128, 512
 """Least columns of a piece, and bytes of it for each warp: 16 for each thread, in one load. On an
-H200 a row of bfloat16 of 1,280 columns gave 1.01 of a copy in pieces and 0.82 in one block, one of
+H200 a row of bfloat16 of 1,280 columns gave 0.96 of a copy in pieces and 0.80 in one block, one of
 5,120 columns 1.00 and 0.79, and one of 12,288, packed, 0.95 and 0.81."""
 
 
@@ -39,7 +39,8 @@ and at 65,536 0.70 against 0.50."""
 
 PACKED = {16384: (16, 40), 32768: (16, 64), 65536: (32, 64)}
 """Warps of a packed row and registers a thread, so that three programs, two, or one fit on
-an SM. 64 registers gave 0.84 at 16,384 columns, and no limit 0.66 at 32,768."""
+an SM. 64 registers gave 0.84 at 16,384 columns, and no limit 0.66 at 32,768. The hint to L2 may cost at 32,768
+columns: 0.88 of a copy with it, and 0.94 in an earlier run whose loads went past L1 instead."""
 
 MAX_PARTS, MAX_PART_COLS = 64, 8192
 """Rows that neither rule takes are split in parts. Rows too long for 64 parts get larger ones."""
@@ -104,8 +105,8 @@ programs run from the beginning to the end, and each leaves one row of sums."""
 BWD_PIECES = {3: (512, 384), 5: (256, 384)}
 """Rows of 16-bit numbers that backward takes in pieces, by how many these are: bytes of a piece for
 each warp, and threads on an SM. One block would pad such a row by a third or three fifths of it.
-On an H200 at 1,280 columns of bfloat16 pieces gave 0.97 of a copy and a block 0.88, at 2,560 0.99
-and 0.84, at 5,120 0.94 and 0.79, at 3,072 0.96 and 0.92. With 512 threads 2,560 columns gave 0.81.
+On an H200 at 1,280 columns of bfloat16 pieces gave 0.95 of a copy and a block 0.87, at 2,560 0.98
+and 0.81, at 5,120 0.95 and 0.77, at 3,072 0.96 and 0.92. With 512 threads 2,560 columns gave 0.81.
 Rows of seven pieces, and those of float32, gained nothing or lost."""
 
 
