@@ -807,7 +807,9 @@ checked = lab.read(
     "We check every rung against float64: in float32 at lengths that no tile divides, and on a "
     "GPU also in bfloat16, with the same tiles and options as in the timings."
 )
-lab.together(before, in_float32, timings, tflops, checked, lab.check("The rungs", cases()))
+lab.together(
+    before, in_float32, timings, tflops, checked, lab.check("The rungs", cases())
+)
 
 # %%
 
@@ -2531,7 +2533,9 @@ assert all(properties.values())
 # %%
 
 # Reading
-verdict = re.split("[;\n]", every_check.plain.removeprefix("attention: "))[0].rstrip(".")
+verdict = re.split("[;\n]", every_check.plain.removeprefix("attention: "))[0].rstrip(
+    "."
+)
 lab.read(f"{verdict[0].upper()}{verdict[1:]}.")
 
 # %%
