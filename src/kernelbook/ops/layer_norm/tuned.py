@@ -39,7 +39,7 @@ and at 65,536 0.70 against 0.50."""
 
 PACKED = {16384: (16, 40), 32768: (16, 64), 65536: (32, 64)}
 """Warps of a packed row and registers a thread, so that three programs, two, or one fit on
-an SM. 64 registers gave 0.84 at 16,384 columns, and no limit 0.66 at 32,768. The hint to L2 may cost
+an SM. 64 registers gave 0.84 at 16,384 columns, and no limit 0.66 at 32,768. The hint to L2 costs
 at 32,768: 0.88 of a copy with it, and 0.94 in an earlier run whose loads went past L1 instead."""
 
 MAX_PARTS, MAX_PART_COLS = 64, 8192
