@@ -471,7 +471,7 @@ def _row_backward(x, weight, mean, rstd, dy, dx, wanted, reduction, n_programs):
     # I/O: read x + read dy + write dx
     strides, itemsizes = (x.stride(0), dy.stride(0)), (x.itemsize, dy.itemsize)
     programs, launch = _row_launch(*x.shape, strides, itemsizes, x.device, reduction, n_programs)
-    sums, locks, _ = _buffers(x, wanted, reduction, programs, EIGHTHS)
+    sums, locks, _ = _buffers(x, wanted, reduction, programs, EIGHTHS)  # a lock a piece, at most
     launch(x, weight, mean, rstd, dy, dx, *sums, locks)
     return sums
 
