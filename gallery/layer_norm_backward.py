@@ -729,15 +729,25 @@ lab.together(
     if acquire
     else None,
     lab.read(
-        f"Without {others}, no run is wrong. That does not make them superfluous. "
+        f"Without {others}, no run is wrong."
         + (
-            "The compiler adds the first barrier by itself (in the fold). Without `release` or "
-            "the second barrier, the GPU's memory model guarantees no order, so the next GPU or "
-            "compiler may lose additions."
+            " Where the kernel asks for no barrier, the compiler adds the first by itself (in the "
+            "fold)."
             if barriers_left == 1 and "the barriers" in unharmed
-            else "Without them, the GPU's memory model guarantees no order, so the next GPU or "
-            "compiler may lose additions."
+            else ""
         )
+    )
+    if unharmed
+    else None,
+    lab.read(
+        "We keep them anyway. Without "
+        + (
+            "`release` or the second barrier"
+            if barriers_left == 1 and "the barriers" in unharmed
+            else "them"
+        )
+        + ", the GPU's memory model guarantees no order, so the next GPU or compiler may lose "
+        "additions."
     )
     if unharmed
     else None,
@@ -927,8 +937,9 @@ lab.together(
         f"{of_one_lock[-1]:.1f} % with {most:,} programs."
     ),
     lab.read(
-        f"On the right, the bytes of the sums alone would still allow {allowed:.0f} % (in the "
-        "fold). The rest of the loss remains open."
+        f"With {most:,} programs, partial sums fall to {many_of:.0f} %, although all bytes, with "
+        f"those of the sums, would allow {allowed:.0f} % (in the fold). The rest of the loss "
+        "remains open."
     )
     if many_of < allowed - 2
     else None,
@@ -961,26 +972,28 @@ def runs_said(name):
     return {0: "none", 99: "all 99 others"}.get(count, f"{count:.0f} of 99")
 
 
-together = ["lock per program"] + ["atomic add"] * ("atomic add" in unlike)
+together = ["atomic add"] * ("atomic add" in unlike) + ["lock per program"]
 said = {
     "lock per program": "with 64 locks",
     "atomic add": "with atomic adds",
 }
 alike = len({runs_said(name) for name in together}) == 1
-lab.read(
-    "We ran each way a hundred times on one input. The last bits of `dw` differ from the first "
-    "run's "
-    + (
-        f"in {runs_said(together[0])} {' and '.join(said[name] for name in together)}"
-        if alike
-        else " and ".join(f"in {runs_said(name)} {said[name]}" for name in together)
-    )
-    + (
-        ". With partial sums, they differ in none, because rows and sums are added in a fixed "
-        "order."
+lab.together(
+    lab.read(
+        "To compare bits, we ran each way a hundred times on one input, the lock with 64 buffers. "
+        "The last bits of `dw` differ from the first run's "
+        + (
+            f"in {runs_said(together[0])}, {' and '.join(said[name] for name in together)} alike."
+            if alike
+            else " and ".join(f"in {runs_said(name)} {said[name]}" for name in together)
+            + "."
+        )
+    ),
+    lab.read(
+        "With partial sums, they differ in none, because rows and sums are added in a fixed order."
         if unlike.get("partial sums") == 0
-        else f", and in {runs_said('partial sums')} with partial sums."
-    )
+        else f"With partial sums, they differ in {runs_said('partial sums')}."
+    ),
 )
 
 # %%
@@ -991,7 +1004,7 @@ lab.table(
             "way": name,
             "at its best": f"{max(of_ways[name, n] for n in PROGRAMS):.0f} %",
             "same bits in every run": same_bits(version)
-            + " (64 locks)" * (name == "one lock"),
+            + ", with 64 locks" * (name == "one lock"),
             "memory for sums": memory,
             "can merge": merges,
         }
@@ -1046,14 +1059,17 @@ share_of_sums = [  # two float32, written and read: 16 bytes; x, dy, dx: 6
     100 * 16 * row["rows of sums"] / (6 * rows_of[row["columns"]]) for row in sizes.rows
 ] or [nan]
 narrow = of_sums.get(1024, {"rows of sums": nan})["rows of sums"]
-lab.read(
-    (
-        "Where the last bits do not matter, an atomic add is as fast here and takes less code. "
-        if atomics > -2
-        else ""
+lab.together(
+    lab.read(
+        "Where the last bits do not matter, an atomic add is as fast here and takes less code."
     )
-    + "The book's `layer_norm` uses partial sums. In bfloat16, at the shapes in the fold, they "
-    f"add at most {max(share_of_sums):.1f} % to the bytes of `x`, `dy` and `dx`."
+    if atomics > -2
+    else None,
+    lab.read(
+        "The book's `layer_norm` uses partial sums, for the same bits in every run. In bfloat16, "
+        f"at the shapes in the fold, they add at most {max(share_of_sums):.1f} % to the bytes of "
+        "`x`, `dy` and `dx`."
+    ),
 )
 
 # %%
@@ -1061,9 +1077,9 @@ lab.read(
 # Folded: Evidence: the bytes of many programs, a hundred runs, and the size of the buffers
 lab.together(
     lab.read(
-        f"With {most:,} programs in the figure, 16 of every {of_x + 16} bytes belong to the sums. "
-        f"These bytes alone would still allow {allowed:.0f} %; partial sums reach {many_of:.0f} %. "
-        f"With {best:,} programs, each sums {32768 // best} rows."
+        f"With {most:,} programs in the figure, 16 of every {of_x + 16} bytes belong to the sums, "
+        f"so that {allowed:.0f} % are left for `x`, `dy` and `dx`. With {best:,} programs, each "
+        f"sums {32768 // best} rows."
     ),
     lab.read(
         "The hundred runs with 64 locks and those with partial sums used the kernel of the next "
@@ -1240,6 +1256,9 @@ behind = {
     for n, (ours, locks) in at_once.items()
     if locks == locks
 }
+lock_buffers, tile_buffers = (  # two rows of float32 in each
+    buffers * 2 * 8192 * 4 for buffers in (64, 2**27 // 8192)
+)
 tile_lock, tile_sums = (
     race_share[name, 8192] for name in ("lock per tile", "partial sums per tile")
 )
@@ -1256,20 +1275,21 @@ lab.together(
 # Reading
 lab.together(
     lab.read(
-        "The lock matters less. When programs hand over once, 64 locks are "
+        "The lock matters less, if there are many. When programs hand over once, 64 locks are "
         f"{behind.get(1024, nan)} points behind partial sums at 1,024 columns and "
         f"{behind.get(8192, nan)} at 8,192."
-        + (
-            f" A single lock, however, reaches only {alone:g} % in this kernel at 1,024 columns "
-            "(in the fold)."
-            if alone < race_share["lock per program", 1024] / 2
-            else ""
-        )
     ),
     lab.read(
-        "With one tile per program, 64 locks even win at 8,192 columns, by "
-        f"{round(tile_lock) - round(tile_sums)} points. A tile is one row there, and the bytes of "
-        f"its partial sums alone would allow no more than {100 * 6 / 22:.0f} %."
+        f"One lock for all {narrow:.0f} programs is far too few. It reaches only {alone:.0f} % at "
+        "1,024 columns (in the fold)."
+    )
+    if alone < race_share["lock per program", 1024] / 2
+    else None,
+    lab.read(
+        "With one tile per program, 64 locks win at 8,192 columns, by "
+        f"{round(tile_lock) - round(tile_sums)} points. One reason may be main memory: with a "
+        f"buffer for each tile, here one row, the partial sums take {tile_buffers / 2**30:g} GiB. "
+        f"The 64 shared buffers take {lock_buffers / 2**20:g} MiB and fit in the L2 cache."
     )
     if tile_lock > tile_sums + 1
     else None,
@@ -1502,9 +1522,10 @@ lab.together(
         else backward.summary(**in_dtypes[0])
     ),
     lab.read(
-        "At 1,024 columns, the separate operations reach "
+        "At 1,024 columns, the separate operations of the first section reach "
         f"{100 * race.share('simple_backward', columns=1024):.0f} %, `F.layer_norm` "
-        f"{narrow_peers['PyTorch']:.0f} % and compiled {narrow_peers['torch.compile']:.0f} %."
+        f"{narrow_peers['PyTorch']:.0f} % and `torch.compile` "
+        f"{narrow_peers['torch.compile']:.0f} %."
     ),
     lab.read(
         f"{'. '.join(each)}. Elsewhere, no library is ahead by more than 1 %."
@@ -1656,7 +1677,7 @@ drop = [
     for n in (8192, 16384, 32768)
 ]
 lab.read(
-    f"Wide rows are slower: in bfloat16, our line falls from {drop[0]:.0f} % at 8,192 columns "
+    f"Wide rows are slower: in bfloat16, `layer_norm` falls from {drop[0]:.0f} % at 8,192 columns "
     f"to {drop[1]:.0f} % at 16,384 and {drop[2]:.0f} % at 32,768."
 ) if not drop[2] >= drop[1] - 5 else None
 
@@ -1670,8 +1691,8 @@ lab.read(
 #   columns of bfloat16 over 16). These exchange their shares of ``c1`` and ``c2`` through *slots*
 #   in memory, as in :doc:`/chapters/softmax`, and wait for each other.
 #
-# In the last line of the table, the shared rows' kernel runs on rows of 2,048 columns. Each part is
-# then a row by itself, and no program waits for another.
+# In the table, *KiB ahead* is what an SM requests of ``x`` and ``dy`` before it needs them, counted
+# from the code.
 
 # %%
 
@@ -1697,7 +1718,7 @@ lab.table(
         for place, row in enumerate(changed_rows)
         if place in (0, 1, 2, 5, 6)
     ],
-    f"How far ahead an SM loads, and the speed of the first kernel alone, bfloat16, on {gpu}",
+    f"How far ahead an SM loads, and the speed without the second kernel, bfloat16, on {gpu}",
 ) if ahead.rows else ahead
 
 # %%
@@ -1713,14 +1734,15 @@ def ahead_said():
         "points behind."
     )
     if none > four:
+        yield "Shared rows are slower still, although they load ahead."
         yield (
-            "Shared rows are slower still, although they load ahead. "
+            "To see whether waiting slows them, the last line runs their kernel on rows of 2,048 "
+            "columns. Each part is then a whole row, so no program waits. "
             + (
-                f"Waiting costs up to {alone - four:.0f} points, because parts as rows reach "
-                f"{alone:.0f} %."
+                f"That gains {alone - four:.0f} points, the most that waiting can cost."
                 if waiting
-                else "We find no sign that waiting is the cause, because parts as rows are "
-                f"{'no' if alone <= four else 'hardly'} faster. The cause remains open."
+                else f"That is {'no' if alone <= four else 'hardly'} faster, so we find no sign "
+                "that waiting is the cause. The cause remains open."
             )
         )
     if four > single + 10:
@@ -1742,7 +1764,7 @@ def ahead_said():
 lab.together(*map(lab.read, ahead_said())) if ahead.rows else None
 
 # %%
-# .. dropdown:: How we made the programs of a group wait less
+# .. dropdown:: How the programs of a group exchange their sums
 #
 #    Each column belongs to one program of the group, so ``dw`` and ``db`` need no exchange. In each
 #    iteration, a program *publishes* the sums of its part of a row in a slot, *loads* its part of
@@ -1806,7 +1828,7 @@ lab.together(
 # A gradient that sums over rows needs no lock. It is fast when each program sums many rows in
 # registers before it hands over anything: the partial sums then add few bytes, and no program waits
 # to add. A second kernel adds them in a fixed order, which gives the same bits in every run on one
-# GPU. Where the last bits do not matter, an atomic add was as fast at 1,024 columns.
+# GPU. Where the last bits do not matter, an atomic add was as fast in float32 at 1,024 columns.
 #
 # Exercises
 # ---------
