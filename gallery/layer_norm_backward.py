@@ -1340,12 +1340,17 @@ lab.together(
 
 
 # Measuring
-def cases(n_rows, n_cols, dtype):
-    x, w, b = (
-        torch.randn(size, device=runtime.DEVICE).to(dtype).requires_grad_()
-        for size in ((n_rows, n_cols), n_cols, n_cols)
+def cases(n_rows, n_cols, dtype, along_x=False):
+    x, w, b, dy = (
+        torch.randn(size, device=runtime.DEVICE)
+        for size in ((n_rows, n_cols), n_cols, n_cols, (n_rows, n_cols))
     )
-    dy = torch.randn_like(x)
+    if (
+        along_x
+    ):  # of a random dy, c1 is next to nothing, and 16 bits would hide an error of it
+        w, dy = 1 + w / 8, x + dy / 16
+    x, w, b = (t.to(dtype).requires_grad_() for t in (x, w, b))
+    dy = dy.to(dtype)
     ours, theirs = (
         torch.autograd.grad(operator(x, (n_cols,), w, b), (x, w, b), dy)
         for operator in (layer_norm, F.layer_norm)
@@ -1353,7 +1358,8 @@ def cases(n_rows, n_cols, dtype):
     truths = reference.layer_norm_backward(x, dy, 1, w)
     factors = (4, 8, 8) if dtype == torch.float32 else (2, 2, 2)
     for row in zip(("dx", "dw", "db"), ours, theirs, truths, factors, strict=True):
-        yield lab.Case(f"({n_rows}, {n_cols})", *row)
+        what = f"({n_rows}, {n_cols})" + ", dy along x" * along_x
+        yield lab.Case(what, *row)
 
 
 def lock_cases():
@@ -1384,7 +1390,8 @@ right = lab.check(
         case
         for dtype in (torch.float32, torch.float16, torch.bfloat16)
         for shape in shapes
-        for case in cases(*shape, dtype)
+        for along_x in (False, True)[: 1 + (shape[1] >= 1000)]
+        for case in cases(*shape, dtype, along_x)
     ],
 )
 both_right = lab.check("Both reductions", lock_cases())
