@@ -66,8 +66,8 @@ lab.start("attention_fast", "kernelbook.ops.attention")
 # ------------------------------
 #
 # Attention is two matmuls with exponentials in between. It could run at the speed of a matmul if
-# the :term:`tensor cores <matrix unit>`, the GPU's matmul units, never paused. Four things can make
-# them pause.
+# the :term:`tensor cores <matrix unit>`, the GPU's matmul units, paused as rarely. Four things can
+# make them pause.
 
 
 # Measuring
@@ -108,13 +108,13 @@ will_reach = finished_without_a_mask()
 lab.read(
     "**Memory.** The tiles may arrive too late. "
     + (
-        f"If every byte came from HBM, the memory outside the chip, attention could not exceed "
-        f"{from_hbm:.0f} TFLOP/s. "
+        f"If every byte came from HBM, the memory outside the chip, at the speed of a copy, "
+        f"attention could not exceed {from_hbm:.0f} TFLOP/s. "
         + (
             f"Without a mask, the finished kernel will reach {will_reach:.0f}, so the L2 cache "
-            f"must serve many of the loads."
+            f"must serve some of the loads."
             if will_reach > from_hbm
-            else "But the L2 cache can serve many of the loads."
+            else "But the L2 cache can serve some of the loads."
         )
         if per_byte < needed
         else f"But even if every byte comes from HBM, the memory outside the chip, memory allows "
@@ -207,7 +207,7 @@ lab.sketch(
 # **Waits.** If a program waits after each matmul instruction, the tensor cores are idle until it
 # issues the next.
 #
-# **The end.** If the programs that start last are long ones, most SMs are idle while these finish.
+# **The end.** If the programs that start last are long ones, other SMs are idle while these finish.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -765,7 +765,7 @@ lab.read(
         else f"loses {-100 * steps_up['two programs']:.0f} %"
     )
     + ", although it makes room for a second program. Rung 4, the largest step, only takes the "
-    "same maximum in another way. Waits will explain the second and probably the first."
+    "same maximum in another way. Waits will explain rung 4, and may explain rung 1."
     if steps_up["two programs"] < CHANCE
     and max(steps_up, key=steps_up.get) == "two-step maximum"
     else "We take the six changes one by one."
@@ -792,10 +792,10 @@ timings = lab.read(
 )
 tflops = lab.table(
     [
-        {"rung": name}
+        {"version": "the package's kernel" if name == "Kernel Book" else name}
         | {
-            f"{mask}, TFLOP/s": f"{steps.rate(name, mask=mask):.0f}"
-            for mask in ("causal", "full")
+            f"{words}, TFLOP/s": f"{steps.rate(name, mask=mask):.0f}"
+            for words, mask in (("causal mask", "causal"), ("no mask", "full"))
         }
         for name in ("matmul", *LADDER, "Kernel Book")
     ]
@@ -1427,9 +1427,10 @@ lab.read(
 # %%
 # Where does the second ``acc`` come from? A *layout* says which thread holds which elements, and
 # ``acc * alpha`` needs both in one layout. But ``alpha`` has the layout of the scores, from whose
-# maximum it comes. Up to rung 2, the compiler converts ``alpha``, which is small. In rung 3, it
-# converts ``acc`` in some places, and one loop carries two versions. How the one leads to the
-# other, we did not trace.
+# maximum it comes.
+#
+# Up to rung 2, the compiler converts ``alpha``, which is small. In rung 3, it converts ``acc`` in
+# some places, and one loop carries two versions. We did not trace how the one leads to the other.
 #
 # So we take the maximum in two steps. The reshape in ``row_max`` gives it another layout, and the
 # compiler no longer converts ``acc``:
@@ -1520,9 +1521,9 @@ by_hand = change("two-step maximum", "one wait")
 
 # Reading
 lab.read(
-    "Without the copy, and the waits that it forces, rung 3 is as fast as rung 4. So the copy "
-    "explains the whole gain. If ptxas names the accumulator in your kernel, look in the TTGIR for "
-    "what copies or converts it."
+    "Without the copy, and the waits that it forces, rung 3 is as fast as rung 4. So the two "
+    "together explain the whole gain. If ptxas names the accumulator in your kernel, look in the "
+    "TTGIR for what copies or converts it."
     if abs(by_hand) < CHANCE
     else f"The speed of rung 4 differs by {100 * by_hand:+.0f} % from that of rung 3 without the "
     f"copy, so the copy is not the whole difference."
@@ -1770,8 +1771,8 @@ for tiles, heads in ((32, 64), (32, 16), (128, 16)):
         )
     ]
     row["light first"], row["heavy first, head by head"] = (f"{x} %" for x in busy[:2])
-    row["as many heads as run at once"] = f"{at_once} heads: {busy[2]} %"
-    row["all heads"] = f"{busy[3]} %"
+    row["heavy first, heads in half of L2"] = f"{at_once} heads: {busy[2]} %"
+    row["heavy first, all heads"] = f"{busy[3]} %"
     if not simulated:
         promised = {
             "heads": heads,
@@ -1788,7 +1789,7 @@ for tiles, heads in ((32, 64), (32, 16), (128, 16)):
 lab.read(
     f"In the rungs before, `HEADS_AT_ONCE` was 1. Here it is {promised['at once']}, because the "
     f"keys and values of {promised['at once']} heads fit into half of the L2 cache, and those of "
-    f"{2 * promised['at once']} do not."
+    f"the next power of two, {2 * promised['at once']}, do not."
 )
 
 # %%
@@ -1797,14 +1798,14 @@ lab.read(
 reversal = promised["reversal"]
 measured(
     "heavy first",
-    "If programs do not take equally long, start the longest first. "
+    "If programs do not take equally long, start the longest of several heads first. "
     if abs(gain("heavy first", "full")) < CHANCE
     else "",
-    "We timed the new orders of tiles and of heads only together."
+    "We timed the new orders of tiles and of heads only together"
     + (
-        " In a simulation, reversing the tiles alone gains nothing."
+        ". In a simulation, the order of the tiles alone gains nothing."
         if abs(reversal) < 0.01
-        else ""
+        else "."
     ),
     both=True,
 )
@@ -1890,16 +1891,7 @@ for name in list(LADDER)[1:]:
     rows.append(row)
 if steps.provenance is None or not made:
     rows = []
-up = gain(last, "causal")
-lab.table(
-    rows,
-    "Each change, made and taken back (causal)"
-    + (
-        f"; a gain of {100 * up:.0f} %, taken back, is a loss of {100 * up / (1 + up):.0f} %"
-        if up > CHANCE
-        else ""
-    ),
-)
+lab.table(rows, "Each change, made and taken back (causal)")
 
 # %%
 
@@ -1992,7 +1984,11 @@ one_and_two = lab.table(
     "The ladder with one program per SM (three stages, no register limit) and with two, causal",
 )
 why = lab.read(
-    "With one program, rung 2 loses speed, and we do not know why. "
+    (
+        "With one program, rung 2 loses speed, and we do not know why. "
+        if alone_up["rung 2"] < -CHANCE
+        else f"With one program, rung 2 changes the speed by {100 * alone_up['rung 2']:+.0f} %. "
+    )
     + (
         "Rung 3 loses the most: even without the register limit, it waits after each instruction. "
         "Rung 4 removes those waits, yet stays slower than rung 2. The new order may be the "
@@ -2288,15 +2284,16 @@ two_thirds = (
 )
 lab.read(
     f"**The tensor cores work in {at_work('finished'):.0f} % of the cycles**, and in "
-    f"{at_work('matmul'):.0f} % of those of a cuBLAS matmul. What fills the rest is open. "
+    f"{at_work('matmul'):.0f} % of those of a cuBLAS matmul. "
     + (
         f"{bound_of_turns(128):.0f} % is also the bound for warps in step, but the exponentials "
         f"are not the reason, because deleting them saves nothing. "
         if two_thirds
         else ""
     )
+    + "What fills the rest is open. "
     + (
-        "So a cheaper exponential would hardly help here, but one multiplication fewer did, in "
+        "A cheaper exponential would hardly help here, while one multiplication fewer did, in "
         "rung 5."
         if hidden["finished"] > 97 and gain("scale folded", "full") > CHANCE
         else ""
@@ -2393,7 +2390,8 @@ def with_roles():
 # Reading
 roles = with_roles()
 lab.read(
-    "Part of this gap closes in Gluon, the language below Triton, in which warps can have roles. "
+    "Part of the gap to a matmul closes in Gluon, the language below Triton, in which warps can "
+    "have roles. "
     + (
         f"In the chapter on Hopper, roles and other changes raise attention without a mask from "
         f"{100 * roles[0]:.0f} to {100 * roles[1]:.0f} % of a matmul, in a separate run."
@@ -2835,11 +2833,11 @@ outlasts = last_one.get("Kernel Book, µs", nan) > 1.3 * first.get(
     "Kernel Book, µs", nan
 )
 lab.read(
-    f"On small inputs, the host code sets the pace: a call takes "
-    f"{first.get('Kernel Book, µs', nan):.0f} µs at length {first.get('length', nan):,}, and "
-    f"{second.get('Kernel Book, µs', nan):.0f} at {second.get('length', nan):,}, with "
-    f"{(second.get('length', nan) / first.get('length', nan)) ** 2:.0f} times the work. At length "
-    f"{first.get('length', nan):,}, this is {beside_sdpa(first)}."
+    f"**On small inputs, the host code sets the pace.** At length {first.get('length', nan):,}, a "
+    f"call takes {first.get('Kernel Book, µs', nan):.0f} µs, which is {beside_sdpa(first)}. At "
+    f"{second.get('length', nan):,}, with "
+    f"{(second.get('length', nan) / first.get('length', nan)) ** 2:.0f} times the work, it takes "
+    f"{second.get('Kernel Book, µs', nan):.0f} µs."
 )
 
 # %%
@@ -2873,8 +2871,8 @@ per_call = lab.read(
     "backend; we did not record which."
     + (
         f" At length {last_one.get('length', nan):,}, the kernel takes longer than the host code, "
-        f"and the call takes {beside_sdpa(last_one)}. In the figure above, inputs of this length "
-        f"hold four sequences, for which another backend may be the fastest."
+        f"and the call takes {beside_sdpa(last_one)}. The figure above has four sequences of this "
+        f"length, so its ratios may differ."
         if outlasts
         else ""
     )
@@ -2984,7 +2982,8 @@ lab.together(past_the_end, too_much)
 # --------
 #
 # - **A second program** on an SM uses the tensor cores while the first computes exponentials or
-#   waits. It pays in full only if no values spill and each program waits once per ``tl.dot``.
+#   waits. Making room for it costs speed, so the kernel became faster only after changes that
+#   save registers or remove waits.
 # - **Count the waits** in the machine code, and ask the assembler for its reason.
 # - **Take each change back** at the end, because its worth depends on the others.
 #
