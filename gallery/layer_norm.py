@@ -1512,7 +1512,7 @@ lab.together(
                 "one block": f"{of['one block']:.0f}",
                 "in pieces": f"{of['Kernel Book']:.0f}",
                 "PyTorch": f"{of['PyTorch']:.0f}",
-                "torch.compile": f"{of['torch.compile']:.0f}",
+                "compiled": f"{of['torch.compile']:.0f}",
             }
             for n, of in of_hidden.items()
         ],
