@@ -10,7 +10,8 @@ shorter one would have none.
 
 Backward launches a program for each slot. Forward has one program for each SM, as for sequences of
 one length, because a program's beginning and end cost a short tile much: a small kernel before it
-writes a table of all tiles, from long ones to short ones, through which programs go turn by turn.
+writes a table of all tiles, in the order of :func:`order_tiles_kernel`, through which programs go
+turn by turn.
 
 Rows after a sequence are those of the next one. Copies read zeros there, and write nothing: see
 :func:`kernelbook.ops.attention.tiles.describe`.

@@ -446,7 +446,7 @@ def split_fwd_kernel(
         tl.store(mean_ptr + rows, mean, mask=there & (part == 0))
         tl.store(rstd_ptr + rows, rstd, mask=there & (part == 0))
 
-    # -- write: normalise, scale and shift; both rows share what is loaded of w and b
+    # -- write: normalise, scale and shift; two rows share what is loaded of w and b
     cols = part * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
     y = scale_and_shift((x - mean) * rstd, w_ptr, b_ptr, cols, cols < n_cols)
     tl.store(y_ptr + rows * n_cols + cols, y, mask=there & (cols < n_cols))
