@@ -53,6 +53,7 @@ def test_importing_leaves_cuda_to_processes_that_are_forked_later():
     done = run(
         """
 import torch
+import torch._dynamo  # looks for CUDA's bindings, which torch for CPUs has not, if CUDA is there
 
 def initialize():
     raise AssertionError("CUDA was initialized")
