@@ -385,10 +385,12 @@ def test_interpreted_parts_give_up_at_once():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("n_cols", [8194, 10_000, 12_288, 14_000, 24_576, 28_674])
 def test_packed_rows_in_pieces_are_right_whatever_a_piece_holds(n_cols, dtype):
-    """A piece of nothing but -inf, and the maximum in the last piece, which is the shortest."""
-    x = draw(4, n_cols, dtype=dtype)
+    """A piece of nothing but -inf, the maximum in the last piece, which is the shortest, and a row
+    so far below zero that one padding zero would be its maximum."""
+    x = draw(5, n_cols, dtype=dtype)
     x[1, n_cols // 3 :] = float("-inf")
     x[2] += 300
     x[3, -1] = x[3].max() + 1
+    x[4] -= 300
     for row in x:  # each judged by itself
         check(row[None])
