@@ -133,12 +133,14 @@ def pretend(gpu: Gpu) -> list[dict]:
     runtime.DEVICE = torch.device("cpu")
     runtime.launching_on = lambda tensor: contextlib.nullcontext()
     runtime.capability = lambda device: gpu.capability
-    runtime._properties = lambda device: SimpleNamespace(
+    properties = SimpleNamespace(
         multi_processor_count=gpu.multiprocessors,
         warp_size=gpu.warp_size,
-        shared_memory_per_block_optin=gpu.shared_memory,
         L2_cache_size=gpu.l2_cache,
     )
+    if gpu.backend == "cuda":  # PyTorch for AMD does not say it
+        properties.shared_memory_per_block_optin = gpu.shared_memory
+    runtime._properties = lambda device: properties
     checks.same_device = lambda **tensors: None
 
     from triton.runtime import driver, jit

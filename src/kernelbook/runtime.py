@@ -241,8 +241,13 @@ def warp_size(device: torch.device) -> int:
 
 
 def shared_memory(device: torch.device) -> int:
-    """Return the shared memory, in bytes, that one program may use."""
-    return 2**62 if INTERPRETED else _properties(device).shared_memory_per_block_optin
+    """Return the shared memory, in bytes, that one program may use.
+
+    PyTorch for AMD does not say how much that is. Each of these GPUs has 64 KB at least.
+    """
+    if INTERPRETED:
+        return 2**62
+    return getattr(_properties(device), "shared_memory_per_block_optin", 64 * 1024)
 
 
 def l2_cache(device: torch.device) -> int:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,6 +131,16 @@ def test_only_the_interpreter_gets_bfloat16_as_float32():
         assert runtime.kernel_dtype(dtype) == dtype
     interpreted = runtime.kernel_dtype(torch.bfloat16) == torch.float32
     assert interpreted == runtime.INTERPRETED
+
+
+def test_a_gpu_of_amd_does_not_say_how_much_shared_memory_it_has(monkeypatch):
+    """PyTorch's properties of it have no such attribute."""
+    properties = SimpleNamespace(multi_processor_count=304, warp_size=64, L2_cache_size=2**22)
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    monkeypatch.setattr(runtime, "_properties", lambda device: properties)
+    assert runtime.shared_memory(runtime.DEVICE) == 64 * 1024
+    properties.shared_memory_per_block_optin = 232_448
+    assert runtime.shared_memory(runtime.DEVICE) == 232_448
 
 
 @triton.jit
