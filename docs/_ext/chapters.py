@@ -173,7 +173,7 @@ CHAPTERS = {
         "ladder",
         {"mask": "causal"},
         {
-            "PyTorch": "formula in PyTorch, with the table",
+            "PyTorch": "standard attention in PyTorch",
             "first kernel": "first kernel",
             "in stages": "kernel in stages",
         },
@@ -189,7 +189,6 @@ CHAPTERS = {
             "in stages": "before the six changes",
             "two-step maximum": "after four changes",
             "heavy first": "after all six",
-            "matmul": "a matmul",
         },
     ),
     "attention_backward": Facts(
