@@ -109,7 +109,8 @@ lab.read(
     "**Memory.** The tiles may arrive too late. "
     + (
         f"If every byte came from HBM, the memory outside the chip, at the speed of a copy, "
-        f"attention could not exceed {from_hbm:.0f} TFLOP/s. "
+        f"attention could not exceed {from_hbm:.0f} TFLOP/s, {100 * from_hbm / matmul_speed:.0f} % "
+        f"of the speed of a matmul. "
         + (
             f"Without a mask, the finished kernel will reach {will_reach:.0f}, so the L2 cache "
             f"must serve some of the loads."
@@ -149,8 +150,8 @@ lab.together(bytes_counted, from_l2, why_queries)
 # %%
 # **Exponentials.** For head_dim :math:`D`, each score costs :math:`4 D` operations in the two
 # matmuls and one exponential. Per cycle, an :term:`SM` of a Hopper GPU executes 4,096 such
-# operations, but only 16 exponentials. At head_dim 128, the exponential therefore takes half as
-# long as the matmuls.
+# operations, but only 16 exponentials. At head_dim 128, the matmuls of a score therefore take 512 /
+# 4,096 = 1/8 of a cycle, and its exponential takes 1/16, half as long.
 #
 # If all :term:`warps <warp>` of an SM alternate between the two in step, the tensor cores work for
 # at most two thirds of the time. A second program can fill the rest:
@@ -213,9 +214,8 @@ lab.sketch(
 #    :class: kb-key
 #
 #    A second program on an SM can use the tensor cores while the first computes exponentials or
-#    waits. The first of our six changes makes room for it. The next three make it pay, because they
-#    save registers or remove waits. The fifth saves other work, and the sixth leaves fewer SMs idle
-#    at the end.
+#    waits. The first of our six changes makes room for it, and the next three make it pay, because
+#    they save registers or remove waits.
 
 # %%
 # The loop
@@ -969,8 +969,15 @@ lab.sketch(
 # and two programs fit into the 227 KiB of an SM.
 #
 # **Registers** hold ``acc`` and the scores. Two programs of 8 warps have 512 threads, which leaves
-# each thread 128 of the SM's 65,536 registers. We set this limit with ``maxnreg``, an option of the
-# launch. Values that do not fit :term:`spill <spill>` to memory.
+# each thread 128 of the SM's 65,536 registers (256 KiB). Values that do not fit :term:`spill
+# <spill>` to memory.
+#
+# Rung 1 is therefore only two options of the launch, where the start has ``num_stages=3`` and no
+# limit:
+#
+# .. code-block:: python
+#
+#    kernel[grid](*arguments, num_warps=8, num_stages=2, maxnreg=128)
 
 
 # Measuring
@@ -1056,13 +1063,14 @@ lab.read(
 
 # Reading
 lab.read(
-    f"**The second program is worth at least the step from {of_matmul(faster_half)} to "
-    f"{of_matmul('two programs')}**, because this step also pays for "
-    + (
-        "the lost stage. "
+    (
+        "From the third row to the last, the kernel gains a second program and loses a stage. "
         if faster_half == "register limit alone"
-        else "the register limit. "
+        else "From the second row to the last, the kernel gains a second program and a register "
+        "limit. "
     )
+    + f"So **the second program is worth at least the step from {of_matmul(faster_half)} to "
+    f"{of_matmul('two programs')}**. "
     + (
         "But it only wins back what making room costs. The next three rungs lower that cost."
         if early
@@ -1228,11 +1236,11 @@ stays = (
 )
 measured(
     "descriptors",
-    f"Nothing spills any more. Without the limit, a thread would now use "
-    f"{compiled_to('descriptors, no limit', 'registers')} registers instead of "
-    f"{compiled_to('two stages alone', 'registers')}, and the code would wait "
-    f"{compiled_to('descriptors, no limit', 'waits for them')} times. But the limit is 128, so all "
-    f"{compiled_to('descriptors', 'waits for them')} waits remain."
+    f"Nothing spills any more, but 128 registers are still too few. Without the limit, a thread "
+    f"would use {compiled_to('descriptors, no limit', 'registers')} "
+    f"({compiled_to('two stages alone', 'registers')} before), and with it, all "
+    f"{compiled_to('descriptors', 'waits for them')} waits remain. Was the change useless? We keep "
+    f"it for now, and take it back at the end."
     if stays and compiled_to("descriptors", "spills") == 0
     else f"Spills go from {compiled_to('two programs', 'spills')} to "
     f"{compiled_to('descriptors', 'spills')}. The code waits {waits_of('descriptors')}. ",
@@ -1268,13 +1276,37 @@ measured(
 # %%
 # Rung 3: scores one iteration ahead
 # ----------------------------------
+
+# Reading
+of_first = {seen[name]["reason"] for name in ("two programs", "descriptors") if seen}
+lab.read(
+    "Why does rung 2 still wait? "
+    + (
+        f"The assembler, asked as in rung 4, answers “{next(iter(of_first))}”. "
+        if len(of_first) == 1
+        else "Its registers are too few. "
+    )
+    + "What fills the registers?"
+)
+
+# %%
+# Triton's intermediate code, the *TTGIR* (``compiled.asm["ttgir"]``), shows the order that Triton
+# asks for in an iteration of rung 2, and the one that we want:
 #
-# Rung 2 still waits because registers are too few. What fills them? Triton hands over the next ``q
-# kᵀ`` before ``p v`` has ended, and would wait for both together. This takes registers for three
-# tiles at once: ``acc``, the weights ``p``, and the new scores.
+# .. code-block:: text
 #
-# If Triton waited for ``p v`` first, the scores could take the registers of the weights. While this
-# program waits, the other can use the tensor cores:
+#    rung 2            rung 3
+#
+#    tl.dot(q, k.T)    exponentials
+#    wait for both     tl.dot(p, v)
+#    exponentials      wait
+#    tl.dot(p, v)      tl.dot(q, k_next.T)
+#                      wait
+#
+# In rung 2, ``p v`` runs on into the next iteration, and one wait serves both matmuls. So three
+# tiles need registers at once: ``acc``, the weights ``p``, and the new scores. In rung 3, ``p v``
+# ends first, so the scores can take the registers of the weights. While this program waits, the
+# other can use the tensor cores:
 
 
 # Drawing
@@ -1320,8 +1352,8 @@ lab.sketch(
 # %%
 # The rest of the 128 must hold everything else, such as maxima and sums.
 #
-# How do we make Triton wait for ``p v`` first? Each iteration now ends with the scores of the
-# *next* tile, and the last tile is finished after the loops:
+# To get this order, we let each iteration end with the scores of the *next* tile, and finish the
+# last tile after the loops:
 #
 # .. code-block:: python
 #
@@ -1331,6 +1363,9 @@ lab.sketch(
 #        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
 #        k = _tile(k_head, start_n + BLOCK_N)
 #        qk = tl.dot(q, k.T)
+#
+# FlashAttention-3 also computes scores ahead, but in order to run exponentials during its own
+# matmuls. Here, the second program does that.
 
 
 # Drawing
@@ -1340,11 +1375,8 @@ still_waits = all(
 )
 measured(
     "one iteration ahead",
-    f"Without the limit, a thread would use "
-    f"{compiled_to('one iteration ahead, no limit', 'registers')} registers instead of "
-    f"{compiled_to('descriptors, no limit', 'registers')}. But the code still waits after each "
-    f"matmul instruction, so why it is faster is open. The waits now have another cause, which "
-    f"rung 4 removes."
+    "The code still waits after each matmul instruction, so why it is faster is open. But the "
+    "waits now have another cause, which rung 4 removes."
     if still_waits
     else "We did not isolate what gains speed here.",
 )
@@ -1407,17 +1439,11 @@ as_printed(
 
 # Reading
 free = "one iteration ahead, no limit"
-of_first = {seen[name]["reason"] for name in ("two programs", "descriptors") if seen}
 lab.read(
     "In plain words: something reads the accumulator, `acc`, while a matmul (`wgmma`) may still be "
     "writing it, so every matmul of the kernel has to wait. "
     + (
-        f"For rungs 1 and 2, ptxas gave another reason: “{of_first.pop()}”. "
-        if len(of_first) == 1
-        else ""
-    )
-    + (
-        "Rung 3 would wait just as often if it had more registers."
+        "Registers are no longer the reason: with more of them, rung 3 would wait just as often."
         if compiled_to(free, "waits for them")
         == compiled_to(free, "matmul instructions")
         else ""
@@ -1425,12 +1451,11 @@ lab.read(
 )
 
 # %%
-# Where does the second ``acc`` come from? A *layout* says which thread holds which elements, and
-# ``acc * alpha`` needs both in one layout. But ``alpha`` has the layout of the scores, from whose
-# maximum it comes.
-#
-# Up to rung 2, the compiler converts ``alpha``, which is small. In rung 3, it converts ``acc`` in
-# some places, and one loop carries two versions. We did not trace how the one leads to the other.
+# Where does the second ``acc`` come from? A *layout* says which thread holds which elements.
+# ``alpha`` has the layout of the scores, from whose maximum it comes, but ``acc * alpha`` needs
+# both in one layout. So the compiler must convert one of the two. Up to rung 2, it converts
+# ``alpha``, one number per query. In rung 3, it converts ``acc`` in some places, and one loop
+# carries two versions.
 #
 # So we take the maximum in two steps. The reshape in ``row_max`` gives it another layout, and the
 # compiler no longer converts ``acc``:
@@ -1464,8 +1489,7 @@ measured(
 
 # %%
 # Is it really the copy that costs so much? To test this, we keep the maximum of rung 3 and delete
-# only the second ``acc``, by hand, from Triton's intermediate code, the *TTGIR*
-# (``compiled.asm["ttgir"]``):
+# only the second ``acc``, by hand, from the TTGIR:
 
 # Reading
 TESTED = {
@@ -1558,7 +1582,8 @@ two_versions = lab.read(
     "the loops. The loop over whole tiles converts only `alpha`, but in TTGIR it yields two "
     "tensors of 128 × 128, one for its next iteration and one for the code after it. Two waits, "
     "`warp_group_dot_wait`, follow `p v` there, one for each version. The second version is a copy "
-    "of `acc`, 64 registers per thread, which the code makes before both waits."
+    "of `acc`, 64 registers per thread, which the code makes before both waits. We did not trace "
+    "how the conversions lead to it."
 )
 in_sass = lab.read("**Waits.** The machine code of `p v` shows them:")
 both_codes = as_printed(
@@ -1655,6 +1680,12 @@ lab.together(
 #
 # .. code-block:: python
 #
+#    # before: every score is scaled first
+#    qk = qk * scale_log2
+#    m_new = tl.maximum(m_i, row_max(qk))
+#    p = tl.exp2(qk - m_new[:, None])
+#
+#    # now
 #    m_new = tl.maximum(m_i, row_max(qk) * scale_log2)
 #    p = tl.exp2(qk * scale_log2 - m_new[:, None])
 
@@ -1719,14 +1750,15 @@ lab.measure(
 # idle.
 
 # %% An animation
-# Here the programs of two heads run on three SMs with two slots each. The heaviest are orange. If
-# the heavy ones of both heads start first, all are done earlier:
+# Here the programs of two heads run on three SMs, each with room for two programs (its slots). The
+# heaviest are orange. If the heavy ones of both heads start first, all are done earlier:
 #
 # .. animation:: light_or_heavy_first
 
 # %%
-# ``HEAVY_FIRST`` therefore reverses the order of the tiles of a head, and ``place``, which turns
-# the number of a program into a tile and a head, alternates between ``HEADS_AT_ONCE`` heads:
+# ``HEAVY_FIRST`` therefore reverses the order of the tiles of a head. This alone is not enough: if
+# one head follows the other, the heavy tiles of the last head still start late. So ``place``, which
+# turns the number of a program into a tile and a head, alternates between ``HEADS_AT_ONCE`` heads:
 #
 # .. literalinclude:: attention_fast.py
 #    :language: python
@@ -1787,9 +1819,9 @@ for tiles, heads in ((32, 64), (32, 16), (128, 16)):
 
 # Reading
 lab.read(
-    f"In the rungs before, `HEADS_AT_ONCE` was 1. Here it is {promised['at once']}, because the "
-    f"keys and values of {promised['at once']} heads fit into half of the L2 cache, and those of "
-    f"the next power of two, {2 * promised['at once']}, do not."
+    f"More heads at once need more of the L2 cache for their keys and values. We take the largest "
+    f"power of two that fits into half of it, here {promised['at once']}. In the rungs before, it "
+    f"was 1."
 )
 
 # %%
@@ -1889,9 +1921,72 @@ for name in list(LADDER)[1:]:
     )
     row["waits without it"] = f"{waits} of {matmuls}".replace(" ", "\N{NO-BREAK SPACE}")
     rows.append(row)
-if steps.provenance is None or not made:
-    rows = []
-lab.table(rows, "Each change, made and taken back (causal)")
+both_ways = rows if steps.provenance is not None and made else []
+
+# %%
+
+
+# Drawing
+def made_and_taken_back(rows):
+    """Of each change, by how much it raises the speed when made, and lowers it when taken back."""
+    found = {r["provider"]: r["share"] for r in rows if r["mask"] == "causal"}
+    names = list(LADDER)
+    versions = [f"without {name}" for name in names[1:-1]] + [names[-2]]
+    if not {*names, *versions} <= found.keys():
+        return {}
+    return {
+        name: (found[name] / found[before] - 1, found[version] / found[names[-1]] - 1)
+        for before, name, version in zip(names, names[1:], versions, strict=False)
+    }
+
+
+def both_ways_in_words(rows):
+    said = (
+        f"{name} {100 * up:+.0f} and {100 * down:+.0f}"
+        for name, (up, down) in made_and_taken_back(rows).items()
+    )
+    return f"Two bars for each change, percent, when made and taken back: {', '.join(said)}."
+
+
+def both_bars(axes, rows):
+    changes = made_and_taken_back(rows)
+    axes.figure.set_figheight(4.2)
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+    for number, (name, values) in enumerate(changes.items()):
+        top = 2.6 * number
+        axes.text(-0.7, top - 0.1, f"{number + 1} {name}", ha="right", weight="bold")
+        for row, (value, what, whose) in enumerate(
+            zip(
+                values,
+                ("gain when made", "loss when taken back"),
+                ("Kernel Book", "PyTorch"),
+                strict=True,
+            )
+        ):
+            size = 100 * abs(value) if abs(value) >= CHANCE else 0
+            axes.barh(
+                top - 0.5 + row,
+                size,
+                0.9,
+                color=lab.colour(whose),
+                alpha=0.3,
+                label=None if number else what,
+            )
+            said = f"{100 * value:+.0f} %".replace("-", "−") if size else "same"
+            axes.text(size + 0.5, top - 0.5 + row, said, va="center")
+    axes.axvline(0, color=lab.colour("matmul"), linewidth=1)
+    axes.set(xlim=(-15, 34), ylim=(2.6 * len(changes) - 1, -1.3), xticks=[], yticks=[])
+
+
+lab.draw(
+    replace(
+        steps, elsewhere=[x for x in with_these_rungs if made_and_taken_back(x.rows)]
+    ),
+    "Each change, made and taken back, causal mask",
+    both_ways_in_words,
+    both_bars,
+)
 
 # %%
 
@@ -1969,7 +2064,7 @@ lab.read(
 
 # %%
 
-# Folded: Rungs 2 and 3 taken back, the ladder with one program, and the halves of rung 1
+# Folded: Spills and waits without each change, one program throughout, and the halves of rung 1
 one_and_two = lab.table(
     [
         {
@@ -2033,7 +2128,8 @@ by_itself = lab.read(
         else "."
     )
 )
-lab.together(scarcity, one_and_two, why, halves, by_itself)
+taken_table = lab.table(both_ways, "Each change, made and taken back (causal)")
+lab.together(taken_table, scarcity, one_and_two, why, halves, by_itself)
 
 # %%
 # What the exponentials still cost
@@ -2291,13 +2387,17 @@ lab.read(
         if two_thirds
         else ""
     )
-    + "What fills the rest is open. "
-    + (
-        "A cheaper exponential would hardly help here, while one multiplication fewer did, in "
-        "rung 5."
-        if hidden["finished"] > 97 and gain("scale folded", "full") > CHANCE
-        else ""
-    )
+    + "What fills the rest is open."
+)
+
+# %%
+
+# Reading
+lab.read(
+    "So a cheaper exponential would hardly help here, while one multiplication fewer did, in "
+    "rung 5."
+    if hidden["finished"] > 97 and gain("scale folded", "full") > CHANCE
+    else "Rung 5 tells what a multiplication costs."
 )
 
 # %%
@@ -2715,7 +2815,16 @@ def told_of(names):
 
 
 lab.read(
-    f"In this figure, on the {speed.provenance['gpu'].removeprefix('NVIDIA ')}, "
+    {
+        1: "**One library is still faster.** ",
+        2: "**Two libraries are still faster.** ",
+    }.get(
+        sum(
+            bool(gaps(name, (128,))) for name in LIBRARIES if name not in speed.skipped
+        ),
+        "",
+    )
+    + f"In this figure, on the {speed.provenance['gpu'].removeprefix('NVIDIA ')}, "
     + told_of(("FlashAttention", "SDPA cuDNN", "SDPA flash", "FlexAttention"))
     if speed.rows
     else f"{speed.rate('Kernel Book')}"
@@ -2927,7 +3036,58 @@ for flat in (False, True):
         }
     )
 assert [row["in head 1"] for row in rows] == [0, 12]
-lab.table(rows, "Rows that the program of head 0 wrote")
+wrote = {row["descriptor"]: (row["in head 0"], row["in head 1"]) for row in rows}
+wrote_table = lab.table(rows, "Rows that the program of head 0 wrote")
+
+# %%
+
+
+# Drawing
+def overhang(axes):
+    """The rows of two heads, those that one program wrote, and the tile that it named."""
+    own, other, grey = (lab.colour(x) for x in ("Kernel Book", "PyTorch", "matmul"))
+
+    def rows_of(y, first, count, colour, alpha):
+        if count:
+            axes.barh(y, count - 0.2, 0.8, first + 0.1, color=colour, alpha=alpha)
+            axes.text(first + count / 2, y, f"{count}", ha="center", va="center")
+
+    for top, name, words in (
+        (0, "heads apart", "cut off"),
+        (5.2, "flattened", "rows of another head"),
+    ):
+        inside, outside = wrote[name]
+        flat = name == "flattened"
+        left, y = (20, top) if flat else (0, top + 2)  # of head 1
+        axes.text(0, top - 1.6, name.capitalize(), weight="bold", va="center")
+        axes.text(0, top - 0.8, "head 0", va="center")
+        axes.text(
+            left + 20 * flat,
+            y - 0.8,
+            "head 1",
+            va="center",
+            ha="right" if flat else "left",
+        )
+        rows_of(top, 0, 16, grey, 0.15)
+        rows_of(top, 16, inside, own, 0.3)
+        rows_of(y, left, outside, other, 0.5)
+        rows_of(y, left + outside, 20 - outside, grey, 0.15)
+        axes.barh(top, 16, 1.0, 16, fill=False, edgecolor=grey, linestyle="--")
+        axes.text(26, top + 0.95 * flat, words, ha="center", va="center")
+    axes.text(0, 6.15, "dashed: the tile", va="center")
+    axes.set(xlim=(-0.1, 40.1), ylim=(6.6, -2.1), xticks=[], yticks=[])
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+
+
+lab.sketch(
+    "The rows that the program of head 0 wrote, in colour",
+    f"The rows of two heads, 20 each, and a tile of 16 from row 16 on. Heads apart: the program "
+    f"writes {wrote['heads apart'][0]} rows of head 0 and none of head 1. Flattened: it writes "
+    f"{wrote['flattened'][0]} rows of head 0 and {wrote['flattened'][1]} of head 1.",
+    overhang,
+    height=3.0,
+)
 
 # %%
 # The 12 rows belong to another head. In attention, the program would write wrong numbers there, and
@@ -2959,7 +3119,7 @@ refused = lab.measure("128 queries and 128 keys in a tile, 5 stages", greedy)
 
 # %%
 
-# Folded: Reading past the end of a head, and too much shared memory
+# Folded: The rows counted, reading past the end of a head, and too much shared memory
 past_the_end = lab.read(
     f"**Reading** past the end of a head does harm too, although the weights there are zero. If "
     f"the 12 values that belong to the next head are infinite, the weighted sum is "
@@ -2975,7 +3135,7 @@ too_much = lab.read(
     if sizes
     else said
 )
-lab.together(past_the_end, too_much)
+lab.together(wrote_table, past_the_end, too_much)
 
 # %%
 # In short
