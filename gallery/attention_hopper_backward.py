@@ -141,7 +141,7 @@ lab.read(
     "**The price is a shared sum.** A program takes one row. It keeps its `dK` and `dV` in "
     "registers, but it visits all queries, whose `dQ` does not fit: at length 4,096 and head_dim "
     f"128 that is {dq_mib:.0f} MiB in float32, and an SM has 256 KiB of registers. To each "
-    "query's `dQ` the program contributes only one term, its *part*. All programs therefore add "
+    "query's `dQ` the program contributes only one term, its “part”. All programs therefore add "
     "their parts to sums in memory."
 )
 
@@ -185,9 +185,9 @@ lab.sketch(
 # In every run, each tile of queries receives the part of program 0 first and that of program 2
 # last, yet all programs work at the same time.
 #
-# They begin with C, the *last* tile of queries, because under a causal mask every program visits
-# the last queries, but not the first. So all can take the tiles in the same order, and each follows
-# one step behind the program before it.
+# They begin with C, the *last* tile of queries, because under a causal mask all programs visit the
+# last queries, but only some visit the first. So all can take the tiles in the same order, and each
+# follows one step behind the program before it.
 #
 # How a program waits for its turn
 # --------------------------------
@@ -866,7 +866,7 @@ lab.sketch(
 #        row = row_of_head + (n_tiles - 1 - i) * BLOCK_M
 #        if start_n > 0:  # these keys are not the first of a head
 #            while position < i + 1:
-#                position = position_of(counter_ptr - 1)  # reads its counter
+#                position = position_of(counter_ptr - 1)  # the predecessor's counter
 #        for half in gl.static_range(2):
 #            mbarrier.wait(part_full.index(half), i & 1)
 #        for half in gl.static_range(2):
@@ -1381,7 +1381,7 @@ def worst_of_each():
 # ------------------------------
 #
 # On Hopper, in 16 bits, this kernel is the backward pass of ``attention(q, k, v)`` for most shapes.
-# The checks ran the package's version of it.
+# The checks ran the package's version of it, which takes any length.
 
 # Measuring
 dtype = torch.float16 if runtime.INTERPRETED else torch.bfloat16
@@ -1614,8 +1614,8 @@ lab.together(
 # -------------------------
 #
 # The *ladder* begins with “one sweep with roles”, in which the consumers themselves ask for the
-# additions. Each *rung* but the last adds one change to the rung above, and next to its bar is the
-# gain; ±0 is less than 2 %.
+# additions. Each *rung* adds what stands under its name, and next to its bar is the gain over the
+# rung above; ±0 is less than 2 %.
 #
 # The top two kernels are for comparison; :doc:`/chapters/attention_backward` explains them, and why
 # one sweep loses there. Two sweeps, too, are credited with only five matmuls, so a longer bar
@@ -1826,7 +1826,7 @@ WHAT_IS_NEW = {
     "half the columns": "one part per step, not two",
     "overlap": "matmuls issued ahead, as above",
     "an adder": "a warp adds, in no fixed order",
-    "a fixed order": "the adder waits for its turn",
+    "a fixed order": "turns; all tiles of a head at once",
     "heads apart": "causal: 8 tiles of each head at once",
     "Kernel Book": "any length; sums need no zeroing",
 }
@@ -1957,9 +1957,9 @@ on_the_rung = (
     "an order run tiles of about as many. "
 )
 lab.read(
-    "**On the ladder, the order costs time only under a causal mask.** “Heads apart” wins that "
-    "time back by running tiles of many heads at once, and is as fast as “an adder”, which has no "
-    "order."
+    "**On the ladder, the order costs time only under a causal mask, and only while all tiles of a "
+    "head run at once.** “Heads apart” runs tiles of many heads at once, as the rungs without an "
+    "order do, and is as fast as “an adder”."
     if as_simulated and min(cost) >= -SCATTER
     else "Compared with “an adder”, “a fixed order” "
     f"{verdict(gain('a fixed order', 'full', 'an adder'))} in full attention and "
@@ -2437,9 +2437,17 @@ lab.read(
 # **The matmul units pause twice in a step.** The picture shows a typical step in full attention, as
 # a running program recorded it. The numbers in the boxes are those of the waits; wait 8 is the gap
 # after box 7.
-#
-# The top row is inferred. A pause begins when the last matmul issued has had its counted cycles,
-# and ends when a consumer issues the next:
+
+# %%
+
+# Reading
+lab.read(
+    "The top row is inferred from a count. The matmul units of an SM do 4,096 operations per "
+    f"cycle, so one matmul of both consumers takes {counted('dq')[0]:.0f} cycles. A pause begins "
+    "when the last matmul issued has had that long, and ends when a consumer issues the next:"
+)
+
+# %%
 
 
 # Drawing
@@ -2452,8 +2460,8 @@ PIECES = {  # from one point to another, the waits, what is done, and the fill
         ("matmuls", "handed over", "7", "hand over", "#eaf2fb"),
     ],
     "adder": [
-        ("asks", "its turn", "", "wait for turn", "#f6f8fa"),
-        ("its turn", "added", "", "add", "#fff4e5"),
+        ("asks", "has parts", "", "wait", "#f6f8fa"),
+        ("has parts", "added", "", "add", "#fff4e5"),
     ],
 }
 PER_LETTER = 68  # cycles that a letter takes in the figure
@@ -2533,7 +2541,7 @@ def timelines(axes, rows):
                 look = {"color": fill, "edgecolor": edge, "linewidth": 0.8}
                 axes.barh(at, end - begin, 0.7, begin, **look)
                 if row[b] - since > whole:  # of the next step
-                    number, text = "", "next" if number else "add"
+                    number, text = "", "next" if number else text
                 lines = [number, text if end - begin > PER_LETTER * len(text) else ""]
                 label = "\n".join(line for line in lines if line)
                 write_at(axes, ((begin + end) / 2, at), label, 9.5)
@@ -2668,18 +2676,17 @@ staggered = BUDGET and any_order["pause at the part"] < min(
 after_order = any_order["pause at the part"] if any_order else nan
 lab.read(
     "**In the first pause both consumers make dS; in the second, both hand their part over.** "
-    f"Handing over takes {handed_in:.0f} cycles with wait 7, but the dK that runs meanwhile lasts "
-    f"only {UNDER_WAY:.0f} by count."
+    f"Handing over takes {handed_in:.0f} cycles on average, wait 7 included, but the dK that runs "
+    f"meanwhile lasts only {UNDER_WAY:.0f} by count."
 )
 
 # %%
-# **The pauses are not all.** The last bar below is the mean step. Its *rest* is what remains after
-# the five matmuls by count and the two pauses, so between the pauses, matmuls take longer than
-# counted.
+# **The pauses are not all.** The last bar below is the mean step. Beside the five matmuls by count
+# and the two pauses it has a *rest*, so between the pauses, matmuls take longer than counted.
 #
-# **The rest may be due to shared memory.** By count, a step keeps it busy for longer than the
-# matmul units, and only because of the part of dQ. The dark bars are kernels that test the counts,
-# because they do nothing else:
+# **The rest may be due to shared memory.** By count, a step keeps shared memory busy for longer
+# than the matmul units; without the part of dQ it would not. Each dark bar is a kernel that does
+# only what its label says:
 
 # Drawing
 lab.draw(
@@ -3158,7 +3165,8 @@ lab.read(
 lab.read(
     (
         f"**Giving up the order does not pay:** it slows one sweep down at {by_order['slower']} of "
-        f"{len(at_points)} points and speeds it up at {by_order['faster']}."
+        f"{len(at_points)} points and speeds it up at {by_order['faster']}. One reason may be that "
+        "without an order, the sums have to be set to zero first."
         if by_order["slower"] > by_order["faster"]
         else f"**Giving up the order** speeds up {points_in_words(by_order['faster'])} and slows "
         f"down {by_order['slower']}."
@@ -3243,9 +3251,7 @@ lab.together(
     ),
     lab.read(
         f"**Giving up the order** gains at most {100 * max(without):.0f} %, at "
-        f"{named([dearest])}, and loses up to {-100 * min(without):.0f} % elsewhere. One reason "
-        "may be the zeros: only in a fixed order is it known which part comes first, so that the "
-        "kernel can store it. Without an order, the sums have to be set to zero beforehand."
+        f"{named([dearest])}, and loses up to {-100 * min(without):.0f} % elsewhere."
         if speed.rows
         else f"{nan}"
     ),
@@ -3315,7 +3321,8 @@ lab.together(
 # which is later multiplied by zeros.
 #
 # But if all real scores of a query are so negative that its lse is below about −88.7, this weight
-# is infinite in float32, and infinity times zero is not a number. The kernel therefore masks it:
+# is infinite in float32, and infinity times zero is not a number. The package's kernel
+# therefore masks it:
 #
 # .. code-block:: python
 #
