@@ -163,8 +163,7 @@ lab.together(
     lab.read(
         f"For 16,384 tokens and 16 heads of head_dim 128, the formula keeps {of_formula[0]:.0f} "
         f"GiB of weights for the backward pass, which then allocates another "
-        f"{of_formula[1]:.0f} GiB, room for {of_formula[1] / of_formula[0]:.0f} more matrices of "
-        f"that size."
+        f"{of_formula[1]:.0f} GiB."
     ),
     lab.read(
         f"We build two versions that store no such matrix. They loop over the pairs of queries and "
@@ -242,8 +241,8 @@ lab.draw(
 lab.read(
     f"**With four times as many tokens, the formula needs {growth['standard attention']:.0f} times "
     f"the memory,** because it stores a number for every pair. Our versions need only "
-    f"{growth['two sweeps']:.0f} times as much, because they keep just the output and one number "
-    f"per query."
+    f"{growth['two sweeps']:.0f} times as much, because they store rows for tokens, and nothing "
+    f"for pairs. For the backward pass, they keep just the output and one number per query."
 )
 
 # %%
@@ -563,15 +562,15 @@ lab.together(
 #          which is in memory in float32, in any order.
 #
 # This takes only five matmuls per tile. However, the additions have to be :term:`atomic` and happen
-# in no fixed order, so the last bits of ``dq`` differ between runs. Which is faster, two extra
+# in no fixed order, so the last bits of ``dq`` can differ between runs. Which is faster, two extra
 # matmuls or a shared sum? We build both.
 #
 # The kernels
 # -----------
 #
-# In a kernel, each formula becomes one line. We keep the first sweep as small as possible: one head
-# in float32, a causal mask, and a length ``n`` that the tiles divide evenly. The forward pass
-# supplies ``lse``, and step 4 gives ``delta`` before either sweep starts.
+# We keep the first sweep as small as possible: one head in float32, a causal mask, and a length
+# ``n`` that the tiles divide evenly. The forward pass supplies ``lse``, and step 4 gives ``delta``
+# before either sweep starts.
 #
 # **1. Load.** A program owns ``BLOCK_N`` keys, starting at ``first_key``. It loads their ``k`` and
 # ``v`` once, from the offsets ``own``, and sets their gradients to zero. The scale of the scores is
@@ -642,10 +641,10 @@ lab.source(smallest.dkdv_kernel, "sweep", "write")
 
 # %%
 # **4. Process one tile.** For ``BLOCK_M`` queries from ``start`` on, ``add_queries`` loads the rows
-# of ``q`` and ``do`` together with ``lse`` and ``delta``, and computes the weights by step 6. The
-# suffix ``_t`` stands for *transposed*. Keys are rows here, because :math:`dV` and :math:`dK` take
-# :math:`P^\top` and :math:`dS^\top`. ``"ieee"`` asks for full float32, which Triton would otherwise
-# round to :term:`TF32` for the :term:`matrix unit`:
+# of ``q`` and ``do`` with ``lse`` and ``delta``, and computes the weights by step 6. They are
+# *transposed*, hence the suffix ``_t``, because :math:`dV` and :math:`dK` take :math:`P^\top` and
+# :math:`dS^\top`. ``"ieee"`` asks for full float32, which Triton would otherwise round to
+# :term:`TF32` for the :term:`matrix unit`:
 
 lab.source(smallest.add_queries, "queries", "weights")
 
@@ -862,11 +861,11 @@ lab.read(
 # %%
 # **One sweep** is the first sweep with a fifth matmul, :math:`dQ = dS\, K`, at the end of its loop.
 # For this matmul, ``ds_t`` is transposed back. The product is added to sums in memory, where a
-# :term:`descriptor` lets a single instruction add the whole tile. The host sets the sums to zero
-# before the launch and scales them after it.
+# :term:`descriptor` lets a single instruction add the whole tile.
 #
-# These lines are from the package, whose sums hold all heads, one below the other. Those of head
-# ``row`` begin at ``row * padded_q``, and the tile's first query is ``start_m``:
+# These lines are from the package, whose sums hold all heads, one below the other. The sums of head
+# number ``row`` begin at ``row * padded_q``, and the tile's first query is ``start_m``. Here, ``k``
+# is not scaled, so the host, which sets the sums to zero before the launch, scales them after it:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #    :language: python
@@ -955,7 +954,7 @@ lab.read(
 # ------------
 #
 # We compare each gradient with float64. Its error may be at most twice that of the formula in the
-# same dtype, or eight times in float32, for reasons that the fold at the end of the section gives.
+# same dtype, or eight times in float32 (the fold at the end of the section says why).
 
 
 # Measuring
@@ -1439,12 +1438,13 @@ lab.draw(
 # Reading
 lab.read(
     (
-        "**In plain Triton, two sweeps win,** although they execute two more matmuls per tile. "
+        "**In plain Triton, two sweeps win.** "
         if min(gain) > 1.01
         else "**Two sweeps do not always win.** "
     )
     + f"They are {gain[0]:.2f} times as fast as one sweep without a mask, and {gain[1]:.2f} times "
-    f"under a causal mask."
+    f"under a causal mask. If we count all seven matmuls, they run at "
+    f"{share['Kernel Book', 'full'] * 7 / 5:.0f} % of the limit without a mask."
 )
 
 # %%
@@ -1489,7 +1489,8 @@ skipping /= ladder.milliseconds_at("Kernel Book", mask="causal")
 
 lab.read(
     f"**Skipping tiles pays.** Under a causal mask, almost half of the tiles lie above the "
-    f"diagonal. Two sweeps that visit them too take {skipping:.2f} times as long."
+    f"diagonal. Two sweeps that visit them too take {skipping:.2f} times as long, although we "
+    f"spare them the mask (and so get wrong gradients)."
 )
 
 # %%
@@ -1519,9 +1520,9 @@ lab.read(
     "`scaled_dot_product_attention` (SDPA). "
     + (
         f"The times agree with this: {by_compiler['full']:.2f} ms for the compiled formula, and "
-        f"{took[twin, 'full']:.2f} ms for {twin}. Under a causal mask, the compiled formula takes "
-        f"{by_compiler['causal'] / took[twin, 'causal']:.1f} times as long as {twin}. Apparently, "
-        f"the compiler does not recognise this form."
+        f"{took[twin, 'full']:.2f} ms for {twin}. Under a causal mask, the compiled "
+        f"formula takes {by_compiler['causal'] / took[twin, 'causal']:.1f} times as long as "
+        f"{twin}, so the compiler seems not to recognise our way of masking."
         if agree
         else ""
     )
@@ -1696,8 +1697,8 @@ lab.together(
 #
 # One sweep executes fewer matmuls and yet takes longer. Where does the time go? For two sweeps, we
 # time each of the two. For one sweep, we time ``dk`` and ``dv`` alone and count the rest of a full
-# run as ``dq``. It would end at the dashed line if ``dq`` cost only a fifth matmul, as fast as the
-# other four:
+# run as ``dq``. One sweep would end at the dashed line if ``dq`` cost just one more matmul, as fast
+# as the other four:
 
 
 # Measuring
@@ -1900,9 +1901,9 @@ lab.read(
 
 # Reading
 lab.read(
-    f"**A fifth matmul does not explain it.** With that matmul alone, one sweep would take about "
+    f"**One more matmul does not explain it.** With that matmul alone, one sweep would take about "
     f"{at_once:.1f} ms, against {two + saved:.1f} for two sweeps. However, one sweep also "
-    f"transposes `ds_t` and adds `dq` in memory."
+    f"transposes `ds_t`, adds `dq` in memory, and has to clear the sums first and scale them last."
     if adding > 2 * fifth
     else f"The fifth matmul and the additions take {adding:.1f} ms."
 )
@@ -1915,16 +1916,16 @@ as_many = "twice as many" if more_bytes == 2 else f"{more_bytes:.1f} times as ma
 lab.together(
     lab.read(
         f"**Nor do the added bytes alone.** With head_dim 64 and twice the heads, one sweep "
-        f"executes as many FLOPs and adds {as_many} bytes, and yet it takes only "
-        f"{swept_in[64] / swept_in[128]:.2f} of the time."
+        f"executes as many FLOPs and, in tiles of fewer keys, adds {as_many} bytes. Yet it takes "
+        f"only {swept_in[64] / swept_in[128]:.2f} of the time."
         if gigabytes[64] > gigabytes[128] and swept_in[64] < swept_in[128]
         else f"One sweep adds {gigabytes[128]:.0f} GB to `dq` in {swept_in[128]:.1f} ms."
     ),
     lab.read(
         f"**Two differences may matter.** With head_dim 64, {small:.0f} programs fit on an SM, so "
-        f"one may multiply while another adds; with head_dim 128, only one fits. Its kernel also "
-        f"spills, which means that it has too few registers and keeps some numbers in memory (the "
-        f"fold below counts them, for a causal mask). Our runs do not separate the two."
+        f"one may multiply while another adds; with head_dim 128, only one fits. The kernel for "
+        f"128 also spills registers to memory (the fold below counts them, for a causal mask). Our "
+        f"runs do not separate the two."
     )
     if small > large == 1 and spilling == ["head_dim 128, one sweep"]
     else None,
@@ -2194,8 +2195,8 @@ lab.read(
 # The weights need not be stored. One number per query, ``lse``, brings them back, and another,
 # ``delta``, replaces the sum over all keys.
 #
-# Two sweeps give each sum its own program and thus the same bits in every run. The price is seven
-# matmuls instead of five.
+# Two sweeps give each sum its own program and thus the same bits in every run, at the price of
+# computing two of five matmuls twice.
 
 # Reading
 lab.read(
