@@ -285,9 +285,9 @@ lab.read(
 # online softmax, and ``acc``, the weighted sum of the values so far.
 #
 # **The price.** Every tile of queries reads all keys and values of its head again. In 16 bits, a
-# key and its value are :math:`4 D` bytes, and :math:`M` queries do :math:`4 M D` operations with
-# them: :math:`M` per byte. The more queries a tile has, the less is read, and the :term:`L2` cache
-# may serve what is read again.
+# key and its value take :math:`4 D` bytes. A tile of :math:`M` queries does :math:`4 M D`
+# operations with them, so :math:`M` per byte. The more queries a tile has, the less is read, and
+# the :term:`L2` cache may serve what is read again.
 
 # Reading
 tile, l2 = 128, machine.provenance["l2_mib"] if machine.rows else nan
@@ -309,7 +309,7 @@ lab.read(
 # ---------------
 #
 # How can ``m``, ``l`` and ``acc`` stand in for all earlier keys? In our example, let the first tile
-# hold the scores 1 and 2. Its terms are :math:`e^{1-2}` and :math:`e^{2-2}`, relative to the
+# hold the scores 1 and 2. Then ``l`` is :math:`e^{1-2} + e^{2-2}`, with both terms relative to the
 # maximum, 2. The next tile brings a score of 4, so the maximum changes, and both terms are too
 # large.
 #
@@ -646,9 +646,8 @@ def _update(acc, l_i, m_i, qk, v):
 # 128 make 32 programs per head. Each begins by loading its queries, with the triple of the empty
 # set.
 #
-# Two lines guard the edges. ``exist`` is false for rows past the last query, because the last tile
-# may be only partly filled. The head's number becomes an ``int64``, because offsets in a large
-# tensor overflow 32 bits.
+# ``exist`` is false for rows past the last query, because the last tile may be only partly filled.
+# The head's number becomes an ``int64``, because offsets in a large tensor overflow 32 bits.
 
 
 @triton.jit
@@ -870,9 +869,9 @@ lab.read(
 
 # %%
 # **Queries and keys of different lengths.** A model that has read 997 tokens and processes 3 more
-# has 3 queries and 1,000 keys, and its last query should see all the keys. This book therefore
-# aligns the diagonal to the *bottom right*, whereas PyTorch's ``is_causal=True`` aligns it to the
-# top left.
+# has 3 queries and 1,000 keys, and its last query should see all the keys. ``n_visible`` therefore
+# adds the difference of the lengths, which aligns the diagonal to the *bottom right*. PyTorch's
+# ``is_causal=True`` aligns it to the top left.
 #
 # .. tilemap::
 
@@ -1248,8 +1247,8 @@ unmasked = 100 * (at("in stages", "full") / at("first kernel", "full") - 1)
 in_loop = steps.milliseconds_at("tiled PyTorch", mask="full")
 only_skips = under_mask > 1 and in_loop > took["PyTorch"]
 lab.read(
-    "**Tiles alone are not enough,** because in plain PyTorch every operation still writes its "
-    "tile to memory. "
+    "**Tiles alone are not enough.** In plain PyTorch, every operation still writes its tile to "
+    "memory. "
     + (
         f"Without a mask, the loop takes {slower:.1f} times as long as standard attention. "
         + (
@@ -1416,8 +1415,8 @@ lab.read(
     f"memory alone allows {100 * allowed:.0f} %, not {100 * min(rate_of_table, 1):.0f}, because "
     f"`masked_fill_` adds two trips of the table and we count half the operations. "
     + (
-        f"Two steps are slow besides: softmax takes {slow['softmax']:.1f} times as long as a copy "
-        f"of the same bytes, and `masked_fill_` {slow['masked_fill_']:.1f}. We did not isolate why."
+        f"Besides, softmax takes {slow['softmax']:.1f} times as long as a copy of the same bytes, "
+        f"and `masked_fill_` {slow['masked_fill_']:.1f} times. We did not isolate why."
         if idle and filling > 0.6 * longer
         else "The figure shows each of its steps, beside a copy of the same bytes."
     )
@@ -1474,11 +1473,11 @@ lab.draw(one_by_one, "Standard attention, step by step", steps_in_words, step_ba
 # %%
 
 # Reading
-to_bound = steps.share("in stages", mask="causal") / allowed
+copies = sum(row["GB moved"] for row in one_by_one.rows) / copied * 1e3  # milliseconds
 lab.read(
-    f"**Slow steps are not all that we beat.** Even if every step of standard attention ran at the "
-    f"speed of a copy, the kernel in stages would be {to_bound:.1f} times as fast."
-    if to_bound > 1
+    f"**Moving the bytes alone takes longer than our whole kernel.** As copies, the four steps "
+    f"would take {copies:.1f} ms together. The kernel in stages takes {took['in stages']:.1f} ms."
+    if copies > took["in stages"]
     else "With every step at the speed of a copy, standard attention could match the kernel in "
     "stages."
 )
@@ -1538,7 +1537,9 @@ lab.together(
     ),
     lab.read(
         f"**The loop in PyTorch** is {under_mask:.1f} times as fast as standard attention under "
-        f"the mask. Without a mask, where it skips no tile, it takes {in_loop:.1f} ms, against "
+        f"the mask. "
+        + ("The skipped tiles decide, because without" if only_skips else "Without")
+        + f" a mask, where it skips none, it takes {in_loop:.1f} ms, against "
         f"{took['PyTorch']:.1f} for standard attention with the mask."
     ),
     lab.read(
@@ -1849,8 +1850,8 @@ lab.sketch(
 # **NaN is the lucky case,** because it shows. Without a maximum, it appears where a score reaches
 # 89, because the exponential of 89 is infinite in float32. A test needs such scores.
 #
-# **A guard hides the other NaNs.** They are :math:`-\infty - (-\infty)`, in a tile of which a query
-# sees no key while its maximum is still :math:`-\infty`. The guards of this page turn them into
+# **A guard hides the other NaNs.** They come from :math:`-\infty - (-\infty)`, where a query sees
+# no key of a tile and its maximum is still :math:`-\infty`. The guards of this page turn them into
 # zeros, so nothing warns us.
 #
 # **Plausible numbers** are caught only by a reference. With ``acc`` not rescaled, a query is right
