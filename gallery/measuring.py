@@ -294,8 +294,14 @@ lab.together(
     ),
     lab.read(
         "At both sizes, `clock_and_wait` and two events without a pause show "
-        f"{min(added):.0f} to {max(added):.0f} µs more than events after a pause. "
-        "This overhead is the host's: it disappears when the host works during a pause."
+        f"{min(added):.0f} to {max(added):.0f} µs more than events after a pause. This overhead is "
+        "the host's, because "
+        + (
+            "it hardly depends on the size, and "
+            if max(added) < 1.3 * min(added)
+            else ""
+        )
+        + "a pause takes it out of the events."
     ),
 )
 
@@ -862,8 +868,15 @@ lab.read(
 # %%
 
 # Reading
+loaded = 1e3 * times["matmul"][0]  # µs
 lab.read(
-    "Always warm up with several calls"
+    (
+        f"Even the matmul, which needs no compiler, first takes {in_units(loaded)}, perhaps to "
+        "load cuBLAS. "
+        if loaded > 1e3
+        else ""
+    )
+    + "Always warm up with several calls"
     + (
         ": even the second is slower than the tenth"
         if all(found[1] > 1.1 * found[-1] for found in times.values())
@@ -976,9 +989,8 @@ lab.together(
         "flush. For smaller inputs, flush, unless your program leaves them in the cache."
     ),
     lab.read(
-        f"The left end shows how a time can mislead. At full speed, {min(warm):,} MiB would take "
-        f"{ideal:.1f} µs, far less than the {nothing[best]:.1f} µs between two events with nothing "
-        "between them, so small copies cannot show the speed of memory."
+        f"Small copies cannot show the speed of memory: at full speed, {min(warm):,} MiB would "
+        f"take {ideal:.1f} µs, but two events alone are {nothing[best]:.1f} µs apart."
     )
     if ideal < nothing[best] / 3
     else None,
@@ -989,8 +1001,8 @@ lab.together(
 # -----------------------
 #
 # Do you need to write such a loop yourself? Triton and PyTorch provide several, but not all of them
-# keep the host and the cache out of a time. We time softmaxes of three sizes with each loop, and
-# repeat all of it three times.
+# keep the host and the cache out of a time. We time softmaxes of three sizes with each loop, three
+# times over. The last column shows how far the repeats differ on the least steady size.
 
 
 # Measuring
@@ -1065,7 +1077,7 @@ too_brief = (  # do_bench's flush, to keep the host out: always, or in some repe
 LOOPS = {
     "events around a loop": ("yes", "yes"),
     "torch.utils.benchmark": ("yes", "yes"),
-    "do_bench": ("in part" if too_brief else "no", "no"),
+    "do_bench": ("perhaps" if too_brief else "no", "no"),
     "do_bench_cudagraph": ("no", "yes"),
     "this book's": ("no", "no"),
 }
@@ -1140,9 +1152,9 @@ lab.together(
 lab.together(
     suites,
     lab.read(
-        "We ran each loop three times, in an order drawn anew. The table shows the median, and how "
-        "far apart the three were on the least steady input. `do_bench` returns the mean unless "
-        "you call it with `return_mode='median'`, as we do."
+        "The order of the loops is drawn anew for each repeat, and the table shows the median of "
+        "the three. `do_bench` returns the mean unless you call it with `return_mode='median'`, as "
+        "we do."
     ),
     lab.read(
         "In the long series of the first two loops, the host is faster than in the single calls "
@@ -1402,8 +1414,8 @@ lab.together(
 # Reading
 lab.together(
     lab.read(
-        f"Zeros flatter a matmul: on a busy GPU, it takes {100 * (1 - zeros / random):.0f} % less "
-        "time than on random numbers"
+        f"Zeros flatter a matmul: on a busy GPU, it takes {zeros:,.0f} µs instead of the "
+        f"{random:,.0f} on random numbers"
         + (
             " and draws far less power, presumably because bits that do not change cost little"
             if low
@@ -1637,13 +1649,13 @@ worst = apart["fixed"].index(max(apart["fixed"]))
 twins = by_order.rows[worst] if by_order.rows else {}
 lab.together(
     lab.read(
-        "More runs do not help against what all of them share. Suppose that another kernel always "
+        "More runs do not help against what all of them share, such as another kernel that always "
         "runs just before yours." + ("" if by_order.rows else f" {nan}")
     ),
     lab.read(
-        "To see what that does, we run an A/A test beside a large matmul, **M**, in eight rounds "
-        "of long batches without a pause. In the **fixed order**, every round runs M, A, B. In "
-        "the **drawn order**, chance decides anew for each round."
+        "We run an A/A test beside a large matmul, **M**, in eight rounds of long batches without "
+        "a pause. In the **fixed order**, every round runs M, A, B. In the **drawn order**, chance "
+        "decides anew for each round."
     ),
 )
 
@@ -1813,8 +1825,8 @@ counts_as_none = max(1, numpy.ceil(10 * max(by_median[-1], resolved)) / 10)
 lab.together(
     lab.read(
         "The book's loop also draws the order, and it pauses before each run. In it, A and B were "
-        f"at most {resolved:.2g} % apart, for three kernels. We therefore treat differences below "
-        f"{counts_as_none:g} % as none."
+        f"at most {resolved:.2g} % apart, for three kernels. To be safe, we treat differences "
+        f"below {counts_as_none:g} % as none."
         + (
             " If your old and new kernel ran in this loop, the 2 % are more than chance."
             if counts_as_none < 2
@@ -2193,7 +2205,26 @@ below = [
     for kind in ("back", "in FP8")
     for _, share in placed.get(f"attention, {kind}", ())
 ]
+norms = (results.find("layer_norm_backward") or {"sweeps": {}})["sweeps"].get(
+    "backward", {"points": []}
+)["points"]
+widths = [
+    point["columns"]
+    for point in norms
+    if point.get("dtype", "bfloat16") == "bfloat16" and "columns" in point
+]
+of_norm = [share for _, share in placed.get("layer norm, back", ())]
+of_waiting = [share for name in waiting for _, share in placed[name]]
 lab.together(
+    lab.read(
+        "Left of the ridge, layer norm falls furthest: on rows of "
+        f"{widths[-1]:,} numbers, its backward pass reaches {of_norm[-1]:.0f} %."
+    )
+    if of_norm
+    and len(widths) == len(of_norm)
+    and widths[-1] == max(widths)
+    and of_norm[-1] == min(of_waiting)
+    else None,
     lab.read(
         "Attention lies right of the ridge and further from its roof: its forward pass reaches "
         f"{lowest[1]:.0f} % "
@@ -2666,13 +2697,19 @@ None if "absent" in counts else lab.read(by_online)
 moved = (slow.get("read from HBM", nan) + slow.get("written to HBM", nan)) / 1e6
 local = (slow.get("spilled", nan) + slow.get("spills read back", nan)) / 1e6
 share = slow.get("HBM, of its peak", nan)
+longer = moved / (read + written) * count("HBM, of its peak") / share  # bytes by rate
 found = ""
 if moved > 1.2 * 2 * paper:
     found = (
         f"The slow kernel moves {moved / 2 / paper:.1f} times the bytes that its job needs, "
         "because much of what its threads spill passes through HBM (see the fold). "
         + (
-            f"HBM is {share:.0f} % busy, so **busy alone proves nothing**: compare "
+            f"At {share:.0f} instead of {count('HBM, of its peak'):.0f} % of HBM's peak, these "
+            f"bytes explain why the kernel takes {untouched / tight:.1f} times as long. **Busy "
+            "alone proves nothing**: compare the bytes with those on paper."
+            if abs(longer / (untouched / tight) - 1) < 0.1
+            and share > 0.7 * count("HBM, of its peak")
+            else f"HBM is {share:.0f} % busy, so **busy alone proves nothing**: compare "
             "the bytes with those on paper."
             if share > 0.7 * count("HBM, of its peak")
             else f"Even so, HBM is only {share:.0f} % busy."
@@ -2841,8 +2878,9 @@ for _ in range(1000):
     plain += term
 print(
     f"Instead of {truth.item():.4f}, the sum is {plain.item():.4f} without the second number, and "
-    f"{compensated(term).item():.4f} with it."
+    f"{compensated(term).item():.4f} with it, the nearest number in float16."
 )
+assert compensated(term) == truth.to(torch.float16)
 lab.check(
     "A compensated sum",
     [
