@@ -65,9 +65,9 @@ lab.read(
     "Why is one GPU not enough for a million tokens? For the backward pass, attention keeps `q`, "
     "`k`, `v` and `out`. With 16 heads of 128 numbers in bfloat16, these take "
     f"{KEPT * per_token // 1024} KiB per token and layer, which adds up to {million:.0f} GiB over "
-    f"{LAYERS} layers. An H200 has {H200_GIB} GiB. To recompute them instead would save memory but "
-    f"no time, and at 600 TFLOP/s one GPU spends {minutes:.0f} minutes per training step on the "
-    "attention of these layers alone."
+    f"{LAYERS} layers. An H200 has {H200_GIB} GiB. Recomputing these tensors would save memory, "
+    f"but at 600 TFLOP/s one GPU would still spend {minutes:.0f} minutes per training step on the "
+    "attention of these layers."
 )
 
 # %%
@@ -255,9 +255,9 @@ lab.sketch(
 )
 
 # %%
-# Count the cells of rank 1. With contiguous parts, it computes two in step 1, four in step 2 and
-# none afterwards. **With zig-zag, it computes two of four cells in every step**, whichever keys it
-# holds:
+# Count the cells of rank 1, a triangle as half a cell. With contiguous parts, it computes two in
+# step 1, four in step 2 and none afterwards. **With zig-zag, it computes two of four cells in every
+# step**, whichever keys it holds:
 #
 # - In step 1, with its own keys, the mask leaves half of the scores.
 # - In step 2, with keys from a lower rank, all its queries see the early piece and none the late.
@@ -543,17 +543,18 @@ lab.sketch(
 # Folded: The exchange in code, and the bytes that each method sends
 lab.together(
     lab.read(
-        "If there are as many key heads as query heads, all to all sends (W − 1) / W of a rank's "
-        "`q`, `k`, `v` and `out` in the forward pass, and the ring its `k` and `v` in each of "
-        "W − 1 steps, which is W / 2 times as many bytes."
+        "In the forward pass, all to all sends (W − 1) / W of a rank's `q`, `k`, `v` and `out`. "
+        "The ring sends keys and values in each of W − 1 steps. With H query heads and Hₖ key "
+        "heads, these are W · Hₖ / (H + Hₖ) times as many bytes."
     ),
     lab.source(ring._exchange),
 )
 
 # %%
-# **With more than two ranks, all to all sends fewer bytes.** With as many key heads as query heads,
-# the ring sends :math:`W / 2` times as many in the forward pass. All to all should therefore suit
-# short parts on many ranks, and the ring long parts, because it computes while it sends.
+# **With many ranks, all to all sends fewer bytes.** In the forward pass, the ring sends
+# :math:`W / 2` times as many if there are as many key heads as query heads, but only :math:`W / 9`
+# times as many with one key head for eight query heads. All to all should therefore suit short
+# parts on many ranks, and the ring long parts, because it computes while it sends.
 #
 # All to all also needs a number of ranks that divides the numbers of query heads and of key heads,
 # because each rank gets whole heads.
@@ -1175,9 +1176,8 @@ lab.together(
         "linear scaling."
     ),
     lab.read(
-        "What does a ring cost before it computes anything? "
-        f"A call on {short} tokens, which hardly computes, takes our ring {ring_cost:.1f} ms and "
-        f"one GPU {alone_cost:.1f}."
+        f"Even a call on {short} tokens, which hardly computes, takes our ring {ring_cost:.1f} ms, "
+        f"and one GPU {alone_cost:.1f}."
     )
     if lost
     else None,
@@ -1203,8 +1203,8 @@ lab.together(
     lab.read(why_short) if lost else None,
     lab.read(
         (
-            "A call on few tokens is mostly launches, the agreement of the ranks and the latency "
-            "of the transfers, which we did not separate."
+            "In a call on few tokens, we did not separate the launches, the agreement of the ranks "
+            "and the latency of the transfers."
         )
         + (
             f" Where {WORLD} GPUs become faster than one, between {first:,} and "
@@ -1288,14 +1288,19 @@ is_slower = len(slower_by) == len(PEER_LENGTHS) and max(slower_by) < 15
 lab.together(
     lab.read(
         (
-            "**All to all is a little slower than our ring.** It takes "
+            "**On the longer sequences, all to all is a little slower than our ring.** It takes "
             if is_slower
-            else "All to all takes "
+            else "On the longer sequences, all to all takes "
         )
         + compared({n: beside_ours[n] for n in PEER_LENGTHS})
         .replace(" than ours", "" if is_slower else " than our ring")
         .replace("ours", "our ring")
-        + (" on the longer sequences." if untimed == [first] else ".")
+        + "."
+        + (
+            f" At {first:,} tokens we cannot rank the two, because their rounds overlap."
+            if untimed == [first] and not disjoint("all to all", "Kernel Book", first)
+            else ""
+        )
     ),
     lab.read(
         ("**PyTorch's context parallelism comes close.** " if come_close else "")
@@ -1313,13 +1318,8 @@ lab.together(
 
 # %%
 
-# Folded: How do all to all and PyTorch's context parallelism compare?
+# Folded: How does PyTorch's context parallelism compare?
 lab.together(
-    lab.read(
-        f"At {first:,} tokens we cannot rank all to all and our ring, because their rounds overlap."
-    )
-    if untimed == [first] and not disjoint("all to all", "Kernel Book", first)
-    else None,
     lab.read(
         "By default, PyTorch's context parallelism gathers all keys at once instead of passing "
         "them round."
@@ -1345,7 +1345,7 @@ lab.together(
 # Does it fit?
 # ------------
 #
-# The chapter began with the memory that one GPU does not have.
+# Do ``q``, ``k``, ``v`` and ``out`` of a million tokens fit now?
 
 # Measuring
 MEMORY_LENGTH = 131072 // SHRINK
@@ -1445,14 +1445,17 @@ def tensors(held, size):
 
 
 kept = LAYERS * KEPT * MEMORY_LENGTH * per_token / 2**30
+assert million / 8 < H200_GIB / 2
 lab.together(
     lab.read(
-        "**Each GPU keeps only its share for the backward pass.** On paper, the "
-        f"{million:.0f} GiB of a million tokens become {million / 8:.0f} GiB on each of 8 GPUs. "
+        "**On 8 GPUs they do, because each keeps only its share.** On paper, the "
+        f"{million:.0f} GiB become {million / 8:.0f} GiB on each, less than half of an H200."
+    ),
+    lab.read(
         "While a layer computes, sharing saves less. "
         f"With {MEMORY_LENGTH:,} tokens, the measured peak of one layer is only "
         f"{100 * (1 - together / gib.get(1, nan)):.0f} % lower on each of {most} GPUs than on one, "
-        "because the ring also holds keys, values and gradients in transit."
+        "perhaps because the ring also holds keys, values and gradients in transit."
     ),
     lab.read(
         " ".join(
@@ -1495,8 +1498,8 @@ lab.together(
 # Reading
 profiled = 16384 // SHRINK * WORLD
 lab.read(
-    f"We profile both versions of zig-zag on rank 0, with {profiled:,} tokens in all. A transfer's "
-    "bar includes the wait for the other rank."
+    "Which transfers hide? We profile both versions of zig-zag on rank 0, with "
+    f"{profiled:,} tokens in all. A transfer's bar includes the wait for the other rank."
 )
 
 # %%
@@ -1710,7 +1713,7 @@ lab.read(
 
 # %%
 
-# Folded: How much time does hiding save in this call, and at longer lengths?
+# Folded: How much time does hiding save in this call, and in a longer one?
 lab.together(
     lab.read(
         (
@@ -1732,16 +1735,6 @@ lab.together(
         "ms that hiding saves there; the rounds spread too widely to tell whether the rest is real."
     )
     if WORLD == 2 and nearest < scaled < min(saved_ms, farthest)
-    else None,
-    lab.read(
-        f"At {last:,} tokens, by the same reckoning, hiding them would save "
-        f"{hides * last / profiled:.0f} ms, less than the {spread_of(widest):.0f} ms by which the "
-        "rounds differ there."
-    )
-    if profiler_saw
-    and scattered
-    and WORLD == 2
-    and hides * last / profiled < spread_of(widest)
     else None,
 )
 
@@ -1879,7 +1872,8 @@ def crossing(axes, rows):
     axes.plot(n, of_scores * n**2, color=ours, linewidth=2.2)
     look = {"fontsize": 10, "clip_on": True}
     under = {"color": ours, "ha": "left", "va": "top"} | look
-    axes.text(1600, 0.85 * of_scores * 1600**2, "computing", **under)
+    line = "computing, at the speed\nof the largest step"
+    axes.text(1600, 0.85 * of_scores * 1600**2, line, **under)
     above = {"ha": "right", "va": "bottom"} | look
     for name, link, provider, where in (
         (joined, bandwidth, "PyTorch", 1500),
@@ -1938,9 +1932,9 @@ lab.together(
         f"measured, and that of the card the full {NETWORK / 1e9:.0f} GB/s of 400 Gb/s."
     ),
     lab.read(
-        "The crosses of short steps lie far above the line, because these steps take longer than "
-        "their scores would, which may be their launch. Transfers can hide behind this too, but "
-        "only because the step itself is slow."
+        "The crosses of short steps lie far above the line, perhaps because launching them takes "
+        "longer than their scores. Transfers can hide behind this too, but only because the step "
+        "itself is slow."
     )
     if len(shown) < len(step_of)
     else None,
@@ -2098,9 +2092,10 @@ lab.together(
     ),
     lab.read(
         f"We have only {WORLD} GPUs, so we put larger rings together from the steps and transfers "
-        "that we measured. A step lasts as long as its computation, the transfer beside it or the "
-        "fixed cost of a step, whichever is longest. Eight GPUs get the measured speed of "
-        f"{joined}, and larger rings a network card's full {NETWORK / 1e9:.0f} GB/s:"
+        "that we measured. A step lasts as long as its computation, the transfer beside it or a "
+        f"fixed cost, taken from the calls on {short} tokens, whichever is longest. Eight GPUs get "
+        f"the measured speed of {joined}, and larger rings a network card's full "
+        f"{NETWORK / 1e9:.0f} GB/s:"
     ),
 )
 
