@@ -121,15 +121,15 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 #    If the counter follows from the element's index, any thread can compute the random number of
 #    any element. The backward pass recomputes the same numbers, so there is nothing to store.
 #
+# Our generator is :term:`Philox`. PyTorch uses it on a GPU, too, but stores the mask all the same.
+# One call takes a 128-bit counter and returns four 32-bit numbers, enough for four elements:
+# element ``i`` takes number ``i % 4`` from the call with counter ``i // 4``.
+#
 # .. image:: /figures/dropout-philox.svg
 #    :alt: Eight elements in two groups of four. The seed and the counter i // 4 enter one call of
 #          Philox for each group. Each call gives four numbers, one for each element. An element is
 #          kept and scaled where its number is at least p times two to the power of 32, and is
 #          zero elsewhere.
-#
-# Our generator is called :term:`Philox`. One call takes a 128-bit counter and returns four 32-bit
-# numbers, enough for four elements: element ``i`` takes number ``i % 4`` from the call with counter
-# ``i // 4``.
 #
 # The mathematics
 # ---------------
@@ -176,10 +176,6 @@ lab.measure("Memory held between the passes, 2²⁸ elements", held_for_backward
 #
 # where hi and lo are the upper and lower 32 bits of a product, and the exclusive or,
 # :math:`\oplus`, mixes in the seed.
-#
-# The product of :math:`c_2` goes to the first two words and that of :math:`c_0` to the last two, so
-# that a change soon reaches all four. Between rounds, Philox adds a constant to each word of the
-# seed, which makes every round different.
 
 # Reading
 four, (small_a, small_b), (small_k0, small_k1) = (3, 6, 7, 2), (13, 11), (5, 9)
@@ -196,7 +192,9 @@ lab.read(
 )
 
 # %%
-# A change in a single bit of the counter spreads from round to round:
+# Between rounds, Philox adds a constant to each word of the seed, which makes every round
+# different. Since the product of :math:`c_2` goes to the first two words and that of :math:`c_0` to
+# the last two, a change in a single bit of the counter soon reaches all four:
 #
 # .. animation:: one_flipped_bit
 #
@@ -218,8 +216,7 @@ lab.read(
 # moves only the bytes that no implementation can avoid. It is a kernel like any other, so one that
 # moves the same bytes may come out slightly above 100 %.
 #
-# We start from PyTorch's four operations and then write three kernels: with a stored mask, with one
-# number from each call of Philox, and with all four.
+# We start from PyTorch's four operations, then write three kernels.
 
 
 # Measuring
@@ -395,9 +392,9 @@ lab.read(
 lab.source(masked_dropout_kernel)
 
 # %%
-# Each program derives its offsets from its number within the :term:`launch`, and ``inside``, the
-# bounds mask, excludes those past the end. We convert the number to ``int64``, because large
-# tensors need offsets of more than 32 bits.
+# Each program derives its offsets from its number within the :term:`launch`. The bounds mask,
+# ``inside``, excludes those past the end. We convert the number to ``int64``, because large tensors
+# need offsets of more than 32 bits.
 #
 # .. dropdown:: How a kernel is launched, and how the book's operators do it
 #
@@ -479,9 +476,9 @@ lab.read(
 #
 # The numbers come as four blocks, ``r0`` to ``r3``, but we want the four of counter 0 first, then
 # those of counter 1, and so on. ``tl.interleave(a, b)`` alternates between the elements of two
-# blocks. The outer call therefore needs the even elements in one block, which are ``r0`` and ``r2``
-# in turn, and the odd ones, ``r1`` and ``r3``, in the other (``start`` is the index of the block's
-# first element):
+# blocks. Even elements take ``r0`` and ``r2`` in turn and odd ones ``r1`` and ``r3``, so two inner
+# calls make these two blocks, and an outer call alternates between them. Below, ``start`` is the
+# index of the block's first element:
 
 lab.source(_dropped, "draw")
 
@@ -656,7 +653,7 @@ slope = {
 slower = [
     sweep.provenance["gpu"]
     + ", whose memory is slower"
-    + " (measured with an earlier version of the kernel)" * bool(sweep.mark)
+    + "; an earlier version of the kernel ran there" * bool(sweep.mark)
     for sweep in forward.elsewhere
     if sweep.share("four a call", dtype="float16") > 0.99 > half["four a call"] / 100
 ]
@@ -684,7 +681,7 @@ every_further = lab.read(
 in_float32 = lab.read(
     "The longer the bytes take, the more rounds are free. Even ten rounds keep up with a copy in "
     "float32, which moves twice as many bytes for the same arithmetic"
-    + (f", and in float16 on {slower[0]}." if slower else ".")
+    + (f". In float16, they do so on {slower[0]}." if slower else ".")
     if ten > 99
     else f"In float32, which moves twice as many bytes, ten rounds reach {ten:.0f} %."
 )
@@ -728,9 +725,53 @@ lab.facts(
 # Is it random enough?
 # --------------------
 #
-# Three fewer rounds are worth having only if the coin stays fair. With fewer rounds, the mask may
-# keep too many elements, or too many of those that use, say, ``r2``. A toss may also reveal
-# something about a later one, or about the same element under a neighbouring seed.
+# Three fewer rounds are worth having only if the coin stays fair. Philox's authors report that
+# seven rounds pass all of BigCrush, the hardest suite of the test library TestU01. For a safety
+# margin they recommend ten (Salmon et al., 2011), as in ``tl.rand``. With even fewer, the eye sees
+# what can go wrong:
+
+# %%
+
+# Drawing
+ROUNDS_SHOWN = (1, 2, 3, 4)
+
+
+def masks(*panels):
+    index = torch.arange(96 * 96).view(96, 96)
+    ink = ListedColormap(["none", lab.colour("Kernel Book")])
+    for axes, n_rounds in zip(panels, ROUNDS_SHOWN, strict=True):
+        keep = reference.keep_mask(index, 0.5, 77, n_rounds)
+        axes.imshow(keep, cmap=ink, interpolation="nearest")
+        axes.set(xticks=[], yticks=[], xlabel=f"{n_rounds} round{'s'[: n_rounds > 1]}")
+
+
+lab.sketch(
+    "96 rows of 96 tosses each: blue is kept",
+    "Four squares of dots, one for each element that is kept. With one round nearly all are alike, "
+    "with two they form a woven pattern, with three a striped one, and with four no pattern is "
+    "seen.",
+    masks,
+    panels=len(ROUNDS_SHOWN),
+    height=1.9,
+)
+
+# %%
+
+# Reading
+first = reference.philox(77, torch.arange(96 * 96 // 4), 1)
+assert (first[:, 0] == 77).all()
+assert (first[:, 1] == 0).all()
+lab.read(
+    "You can read the first square off the formulas. The counter is small, so c₁, c₂ and c₃ "
+    "begin as zero. After one round, c₀ is therefore k₀ for every element, here the seed, "
+    f"{first[0, 0]}. Also, c₁ is zero and c₂ is at most {first[:, 2].max():,}. All three are far "
+    "below the threshold, 2³¹, so only every fourth element, which takes c₃, has a chance."
+)
+
+# %%
+# After four rounds, the eye finds no pattern, so we need tests. The mask may keep too many
+# elements, or too many of those that use, say, ``r2``. A toss may also reveal something about a
+# later one, or about the same element under a neighbouring seed.
 #
 # We turn each suspicion into a score :math:`z`, the number of standard deviations from a fair
 # coin's average. For a fair coin, :math:`|z|` exceeds 5 in fewer than one test in a million.
@@ -789,9 +830,7 @@ assert all(row["fair"] for row in rows)
 lab.table(rows, f"The mask as a coin, {n:,} tosses, run now")
 
 # %%
-# Philox's authors report that seven rounds pass all of BigCrush, the hardest suite of the test
-# library TestU01. For a safety margin they recommend ten (Salmon et al., 2011), as in ``tl.rand``.
-# We look at the tosses, then run our own tests with one to ten rounds.
+# We run these tests with one to ten rounds and draw the worst score of each:
 
 
 def rounds_experiment():
@@ -809,44 +848,6 @@ def rounds_experiment():
 
 rounds = lab.measure(
     "Worst |z| for each number of rounds, 2²⁸ tosses", rounds_experiment
-)
-
-# %%
-
-# Drawing
-ROUNDS_SHOWN = (1, 2, 3, 4)
-
-
-def masks(*panels):
-    index = torch.arange(96 * 96).view(96, 96)
-    ink = ListedColormap(["none", lab.colour("Kernel Book")])
-    for axes, n_rounds in zip(panels, ROUNDS_SHOWN, strict=True):
-        keep = reference.keep_mask(index, 0.5, 77, n_rounds)
-        axes.imshow(keep, cmap=ink, interpolation="nearest")
-        axes.set(xticks=[], yticks=[], xlabel=f"{n_rounds} round{'s'[: n_rounds > 1]}")
-
-
-lab.sketch(
-    "96 rows of 96 tosses each: blue is kept",
-    "Four squares of dots, one for each element that is kept. With one round nearly all are alike, "
-    "with two they form a woven pattern, with three a striped one, and with four no pattern is "
-    "seen.",
-    masks,
-    panels=len(ROUNDS_SHOWN),
-    height=1.9,
-)
-
-# %%
-
-# Reading
-first = reference.philox(77, torch.arange(96 * 96 // 4), 1)
-assert (first[:, 0] == 77).all()
-assert (first[:, 1] == 0).all()
-lab.read(
-    "You can read the first square off the formulas. The counter is small, so c₁, c₂ and c₃ "
-    "begin as zero. After one round, c₀ is therefore k₀ for every element, here the seed, "
-    f"{first[0, 0]}. Also, c₁ is zero and c₂ is at most {first[:, 2].max():,}. All three are far "
-    "below the threshold, 2³¹, so only every fourth element, which takes c₃, has a chance."
 )
 
 # %%
@@ -904,9 +905,8 @@ paired = [
 ]
 lab.together(
     lab.read(
-        "Four rounds satisfy the eye"
-        + (" and the tests that only count kept elements" if counted < 5 else "")
-        + "."
+        "Four rounds satisfy "
+        + ("the tests that only count kept elements." if counted < 5 else "the eye.")
         + (
             " But "
             + ("even after five, " if 5 in paired else "")
@@ -917,9 +917,10 @@ lab.together(
         )
     ),
     lab.read(
-        f"How can a score of {at_a_lag:,.0f} escape the eye? With 2²⁸ tosses, it takes little: "
-        f"two tosses of a pair that agree in {50 * (1 + at_a_lag / 2**14):.0f} % of the cases, or "
-        f"in {50 * (1 - at_a_lag / 2**14):.0f} %, instead of half."
+        f"After four rounds, pairs in one mask score up to {at_a_lag:,.0f}. How can that escape "
+        "the eye? With 2²⁸ tosses, a small bias suffices: the two tosses of a pair agree in "
+        f"{50 * (1 + at_a_lag / 2**14):.0f} % of the cases, or in "
+        f"{50 * (1 - at_a_lag / 2**14):.0f} %, instead of half."
     ),
     lab.read(
         f"From {fewest} rounds on, none of our tests can tell the mask from a fair coin. Because "
@@ -931,7 +932,7 @@ lab.together(
 # The backward pass
 # -----------------
 #
-# Since one kernel serves both passes, autograd remembers a seed instead of a mask:
+# Autograd now remembers a seed instead of a mask, and ``backward`` runs the same kernel on ``dy``:
 
 
 def launch(x, p, seed):
@@ -1324,9 +1325,8 @@ def ahead(name):
 
 
 def at_most(behind):
-    """The largest of these differences, and what ours takes there."""
-    n = max(behind, key=behind.get)
-    return f"by at most {behind[n]:.1f} of {ours[n]:.1f} µs"
+    """The largest of these differences."""
+    return f"by at most {max(behind.values()):.1f} µs"
 
 
 alone, copies = (microseconds(sizes.rows, name) for name in ("seven rounds", "copy"))
@@ -1344,7 +1344,7 @@ else:
     two_launches = two_launches.replace("ours", "Our operator", 1)
 if behind := ahead("torch.compile"):
     two_launches += (
-        f" `torch.compile` is faster than ours up to {in_units(max(behind))}."
+        f" `torch.compile`, not drawn, is faster up to {in_units(max(behind))}."
     )
 with_a_seed = (
     "With a seed of your own, you save that launch: at every size, `seven rounds` takes at most "
