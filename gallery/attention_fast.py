@@ -758,14 +758,14 @@ steps_up = {
 
 # Reading
 lab.read(
-    "Two steps are odd. Rung 1 "
-    + (
-        "gains nothing"
-        if abs(steps_up["two programs"]) < CHANCE
-        else f"loses {-100 * steps_up['two programs']:.0f} %"
+    (
+        "Rungs 1 and 2 gain nothing, although one makes room for a second program and the other "
+        "saves registers. "
+        if max(abs(steps_up[name]) for name in ("two programs", "descriptors")) < CHANCE
+        else "Rung 1 gains nothing, although it makes room for a second program. "
     )
-    + ", although it makes room for a second program. Rung 4, the largest step, only takes the "
-    "same maximum in another way. Waits will explain rung 4, and may explain rung 1."
+    + "Rung 4, the largest step, only takes the same maximum in another way. Waits will explain "
+    "rung 4, and may be why the first rungs gain nothing."
     if steps_up["two programs"] < CHANCE
     and max(steps_up, key=steps_up.get) == "two-step maximum"
     else "We take the six changes one by one."
@@ -1064,10 +1064,11 @@ lab.read(
 # Reading
 lab.read(
     (
-        "From the third row to the last, the kernel gains a second program and loses a stage. "
+        "Unlike the third row, the last has a second program, and one stage less, which by itself "
+        "costs speed. "
         if faster_half == "register limit alone"
-        else "From the second row to the last, the kernel gains a second program and a register "
-        "limit. "
+        else "Unlike the second row, the last has a second program, and a register limit, which by "
+        "itself costs speed. "
     )
     + f"So **the second program is worth at least the step from {of_matmul(faster_half)} to "
     f"{of_matmul('two programs')}**. "
@@ -1236,11 +1237,12 @@ stays = (
 )
 measured(
     "descriptors",
-    f"Nothing spills any more, but 128 registers are still too few. Without the limit, a thread "
-    f"would use {compiled_to('descriptors, no limit', 'registers')} "
-    f"({compiled_to('two stages alone', 'registers')} before), and with it, all "
-    f"{compiled_to('descriptors', 'waits for them')} waits remain. Was the change useless? We keep "
-    f"it for now, and take it back at the end."
+    f"Nothing spills any more, but 128 registers are still too few: without the limit, a thread "
+    f"uses {compiled_to('descriptors, no limit', 'registers')} "
+    f"({compiled_to('two stages alone', 'registers')} before), and "
+    f"{compiled_to('descriptors, no limit', 'waits for them')} waits replace the "
+    f"{compiled_to('descriptors', 'waits for them')}. Was the change useless? We take it back at "
+    f"the end to see."
     if stays and compiled_to("descriptors", "spills") == 0
     else f"Spills go from {compiled_to('two programs', 'spills')} to "
     f"{compiled_to('descriptors', 'spills')}. The code waits {waits_of('descriptors')}. ",
@@ -1303,10 +1305,10 @@ lab.read(
 #    tl.dot(p, v)      tl.dot(q, k_next.T)
 #                      wait
 #
-# In rung 2, ``p v`` runs on into the next iteration, and one wait serves both matmuls. So three
-# tiles need registers at once: ``acc``, the weights ``p``, and the new scores. In rung 3, ``p v``
-# ends first, so the scores can take the registers of the weights. While this program waits, the
-# other can use the tensor cores:
+# In rung 2, ``p v`` runs on into the next iteration, and one wait serves both matmuls (the second
+# wait of a loop is for the last ``p v``, after the loop). So three tiles need registers at once:
+# ``acc``, the weights ``p``, and the new scores. In rung 3, ``p v`` ends first, so the scores can
+# take the registers of the weights:
 
 
 # Drawing
@@ -1385,7 +1387,7 @@ measured(
 # Rung 4: the maximum in two steps
 # --------------------------------
 #
-# Why does rung 3 still wait? Its loop carries two versions of ``acc``, and Triton copies one to the
+# Why does rung 3 still wait? One loop carries two versions of ``acc``, and Triton copies one to the
 # other while ``p v`` is still writing it. The assembler makes this safe with a wait after each
 # instruction:
 #
@@ -1454,11 +1456,11 @@ lab.read(
 # Where does the second ``acc`` come from? A *layout* says which thread holds which elements.
 # ``alpha`` has the layout of the scores, from whose maximum it comes, but ``acc * alpha`` needs
 # both in one layout. So the compiler must convert one of the two. Up to rung 2, it converts
-# ``alpha``, one number per query. In rung 3, it converts ``acc`` in some places, and one loop
-# carries two versions.
+# ``alpha``, one number per query. In rung 3, it converts ``acc`` for the tiles that the mask cuts,
+# and the loop over whole tiles carries a second version. We did not trace how one leads to the
+# other, but both go if the layout changes.
 #
-# So we take the maximum in two steps. The reshape in ``row_max`` gives it another layout, and the
-# compiler no longer converts ``acc``:
+# So we take the maximum in two steps, because the reshape in ``row_max`` gives it another layout:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
 #    :language: python
@@ -1830,15 +1832,15 @@ lab.read(
 reversal = promised["reversal"]
 measured(
     "heavy first",
-    "If programs do not take equally long, start the longest of several heads first. "
-    if abs(gain("heavy first", "full")) < CHANCE
-    else "",
     "We timed the new orders of tiles and of heads only together"
     + (
-        ". In a simulation, the order of the tiles alone gains nothing."
+        ", but in a simulation, the order of the tiles alone gains nothing."
         if abs(reversal) < 0.01
         else "."
     ),
+    " If programs do not take equally long, start the longest of several heads first."
+    if abs(gain("heavy first", "full")) < CHANCE
+    else "",
     both=True,
 )
 
@@ -2031,8 +2033,8 @@ lab.read(
         else ". "
     )
     + (
-        f"It is then {-100 * never_back:.0f} % slower than the start. So together, the other five "
-        f"changes pay only with a second program."
+        f"It is then {-100 * never_back:.0f} % slower than the start, so without a second "
+        f"program, the other five changes together lose speed."
         if most == alone and never_back < -CHANCE and losing
         else f"With one program per SM, the other changes together alter the speed of the start by "
         f"{100 * never_back:+.0f} %."
@@ -2379,25 +2381,15 @@ two_thirds = (
     abs(at_work("finished") - bound_of_turns(128)) < 3 and hidden["finished"] > 97
 )
 lab.read(
-    f"**The tensor cores work in {at_work('finished'):.0f} % of the cycles**, and in "
-    f"{at_work('matmul'):.0f} % of those of a cuBLAS matmul. "
+    f"**By their number of operations, the matmuls need {at_work('finished'):.0f} % of the "
+    f"cycles.** In a matmul of cuBLAS, they need {at_work('matmul'):.0f} %. What fills the rest is "
+    f"open"
     + (
-        f"{bound_of_turns(128):.0f} % is also the bound for warps in step, but the exponentials "
-        f"are not the reason, because deleting them saves nothing. "
-        if two_thirds
-        else ""
+        ". But a cheaper exponential would hardly help here, while one multiplication fewer did, "
+        "in rung 5."
+        if hidden["finished"] > 97 and gain("scale folded", "full") > CHANCE
+        else "."
     )
-    + "What fills the rest is open."
-)
-
-# %%
-
-# Reading
-lab.read(
-    "So a cheaper exponential would hardly help here, while one multiplication fewer did, in "
-    "rung 5."
-    if hidden["finished"] > 97 and gain("scale folded", "full") > CHANCE
-    else "Rung 5 tells what a multiplication costs."
 )
 
 # %%
@@ -2430,6 +2422,12 @@ open_questions = lab.read(
         ", such as the one that rung 5 removed."
         if gain("scale folded", "full") > CHANCE
         else "."
+    )
+    + (
+        f" {bound_of_turns(128):.0f} % is also the bound for warps in step, but exponentials are "
+        f"not the reason, because deleting them saves nothing."
+        if two_thirds
+        else ""
     )
 )
 more_counts = lab.read(
