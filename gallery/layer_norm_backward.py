@@ -57,7 +57,7 @@ lab.start("layer_norm_backward", "kernelbook.ops.layer_norm")
 # mean 0 and scaled to variance 1. Its backward pass receives ``dy``, the gradient of the loss with
 # respect to ``y``, and computes the gradients of ``x``, the weight and the bias. The forward pass
 # has already stored two numbers per row, ``mean`` and ``rstd``, the reciprocal of the standard
-# deviation, which save the backward pass an extra read of the row.
+# deviation, so the backward pass need not compute them again.
 
 
 def simple_backward(x, w, mean, rstd, dy):
@@ -124,9 +124,9 @@ lab.sketch(
 # add* prevents this, as do :term:`partial sums`, and so does a *lock*, which lets programs add only
 # one at a time.
 #
-# Each of these has a price, paid at every hand-over, which is once per row if each row is added
-# separately. With atomic adds and locks, the rounding also differs from run to run, because whoever
-# comes first adds first. We can avoid both:
+# Each hand-over has its price, and a program that adds every row separately pays it for every row.
+# With atomic adds and locks, the rounding also differs from run to run, because whoever comes first
+# adds first. A kernel can hand over rarely, and round the same in every run:
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -146,7 +146,8 @@ lab.sketch(
 #
 # - *every tile* means that a program takes only one tile of two rows, and hands over their sums;
 # - *once* means that it takes many tiles, and hands over at its end;
-# - *64 locks* means that programs add to 64 shared buffers, each with its own lock.
+# - *64 locks* means that programs add to 64 shared buffers, each with its own lock. The second
+#   kernel adds these.
 #
 # The mathematics
 # ---------------
@@ -161,7 +162,7 @@ lab.sketch(
 #   apart from epsilon, so the dot product of ``dx`` with :math:`\hat{x}` is nearly 0.
 #
 # The backward pass therefore removes from ``wdy`` its mean, ``c2``, and its component along
-# :math:`\hat{x}`, which is :math:`\hat{x}` times a number, ``c1``.
+# :math:`\hat{x}`, which is :math:`\hat{x}` times ``c1``, the mean of ``xhat * wdy``.
 #
 # Let us take the forward chapter's row of eight, with its mean :math:`m` and ``rstd`` :math:`r`,
 # weights of 2 and no epsilon. Only its first output has a gradient, 4, so ``wdy`` is 8 there:
@@ -465,7 +466,7 @@ after_half, after_brain = (
     if dtype != torch.float32
 )
 lab.read(
-    "The package also keeps its sums in `tl.float32`, because a long sum in 16 bits stops "
+    "Both keep their sums in `tl.float32`, because a long sum in 16 bits stops "
     f"growing. A `db` of {exact:,.0f} ones ends at {half:,.0f} in float16, whose next number is "
     f"{after_half:,.0f}, and at {brain:,.0f} in bfloat16, whose next is {after_brain:,.0f}: adding "
     "1 rounds back down."
@@ -863,8 +864,8 @@ lab.together(
 # Third way: partial sums
 # -----------------------
 #
-# We need all this ordering only because the programs share a buffer. If each has its own, two
-# stores, to rows that no other program writes, replace all lines from the swap to the exchange.
+# A lock needs all this ordering because its programs load what others have stored. If each has its
+# own buffer, two stores replace all lines from the swap to the exchange.
 
 lab.source(partial_kernel, "no lock")
 
@@ -911,9 +912,9 @@ lab.read(
 # -------------------
 #
 # How often should programs hand over? The figure times the three ways on 32,768 rows of 1,024
-# columns. On the left, 128 programs sum 256 rows each; on the right, 16,384 programs sum two. 100 %
-# is again the speed of a copy. The time of partial sums includes the second kernel. The small
-# kernels take float32, in which a row costs 12 bytes per column instead of 6.
+# columns, from 128 programs that sum 256 rows each to 16,384 that sum two. The time of partial sums
+# includes the second kernel. The small kernels take float32, in which a row costs 12 bytes per
+# column instead of 6.
 
 # %%
 
@@ -1012,9 +1013,13 @@ lab.together(
             if best == best_of_atomics
             else f"**Partial sums are fastest with {best:,} programs.** "
         )
-        + "With more, partial sums take a growing share of the bytes, 16 of every "
+        + "With fewer, there may be too few loads to keep the memory busy."
+    ),
+    lab.read(
+        "With more, partial sums take a growing share of the bytes, 16 of every "
         f"{of_x + 16} with {most:,} programs, which explains a part of the fall (in the fold). "
-        "With fewer, there may be too few loads to keep the memory busy; we did not measure that."
+        f"The atomic add then makes {most // best_of_atomics} times as many additions as at its "
+        "best, which may be why it falls, too."
     ),
     lab.read(
         "**One lock is a queue.** From 512 programs on, its time divided by their number stays at "
@@ -1104,8 +1109,8 @@ said = {
 alike = len({runs_said(name) for name in together}) == 1
 lab.together(
     lab.read(
-        "**Do the bits stay the same?** We ran each way a hundred times on one input. The last "
-        "bits of `dw` differ from the first run's "
+        "**Do the bits stay the same?** In a hundred runs on one input, the last bits of `dw` "
+        "differ from the first run's "
         + (
             f"in {runs_said(together[0])}, {' and '.join(said[name] for name in together)} alike."
             if alike
@@ -1137,7 +1142,7 @@ lab.table(
             ("partial sums", "partial sums", "one per program", "anything"),
         )
     ],
-    "Which way to choose. Speeds of the small kernels in % of a copy, float32, 1,024 columns, on "
+    "Which way to choose. Speeds in % of a copy, float32, 1,024 columns, on "
     f"{ways.provenance['gpu']}. The bits of the lock are those of 64 locks",
 ) if ways.rows else None
 
@@ -1407,8 +1412,14 @@ lab.together(
     ),
     lab.read(apart),
     lab.read(
-        "**Once programs hand over rarely, the lock matters less, if there are many.** At 1,024 "
-        f"columns, 64 locks are {behind.get(1024, nan)} points behind partial sums, and "
+        (
+            "**64 locks are not always slower.** With one tile per program, they win at 8,192 "
+            f"columns, by {round(tile_lock) - round(tile_sums)} points. "
+            if tile_lock > tile_sums + 1
+            else ""
+        )
+        + "When programs hand over once, 64 locks are "
+        f"{behind.get(1024, nan)} points behind partial sums at 1,024 columns, and "
         f"{behind.get(8192, nan)} at 8,192."
     ),
 )
@@ -1437,10 +1448,10 @@ lab.together(
     if changes.rows
     else None,
     lab.read(
-        "With one tile per program, 64 locks win at 8,192 columns, by "
-        f"{round(tile_lock) - round(tile_sums)} points. One reason may be main memory: with a "
-        f"buffer for each tile, here one row, the partial sums take {tile_buffers / 2**30:g} GiB. "
-        f"The 64 shared buffers take {lock_buffers / 2**20:g} MiB and fit in the L2 cache."
+        "That 64 locks win at 8,192 columns with one tile per program may be due to main memory: "
+        "with a buffer for each tile, here one row, the partial sums take "
+        f"{tile_buffers / 2**30:g} GiB. The 64 shared buffers take "
+        f"{lock_buffers / 2**20:g} MiB and fit in the L2 cache."
     )
     if tile_lock > tile_sums + 1
     else None,
