@@ -134,12 +134,16 @@ step_flops = 2 * BLOCK_M * BLOCK_N * BLOCK_K
 step_bytes = 2 * BLOCK_K * (BLOCK_M + BLOCK_N)
 flops_per_cycle = 4096  # of the tensor cores of an SM
 step_cycles = step_flops / flops_per_cycle
+H200 = {"SMs": 132, "GHz": 1.98, "TB/s": 4.8}  # its highest clock, and the speed of its memory
+needed = step_bytes / step_cycles * H200["SMs"] * H200["GHz"] / 1000  # TB/s
+assert needed > 2 * H200["TB/s"]
 lab.read(
     f"The tensor cores of a Hopper SM execute at most {flops_per_cycle:,} FLOP per cycle in "
     f"bfloat16, so the {step_flops / 1e6:.1f} MFLOP of a step keep them busy for "
-    f"{step_cycles:,.0f} cycles. No step can be shorter, and we shall measure how close a kernel "
-    f"comes. The {step_bytes / 1024:.0f} KiB of the next step must arrive in that time, or the "
-    "tensor cores wait."
+    f"{step_cycles:,.0f} cycles. No step can be shorter. The {step_bytes / 1024:.0f} KiB of the "
+    "next step must arrive in that time, or the tensor cores wait. At its highest clock, the "
+    f"{H200['SMs']} SMs of an H200 would need {needed:.1f} TB/s, but its memory delivers at most "
+    f"{H200['TB/s']}, so programs that run at the same time must share tiles through the L2 cache."
 )
 
 # %%
@@ -182,7 +186,8 @@ def copy_kernel(x_desc, y_desc):
 #   argument 0.
 # - **Store.** ``tma_store`` asks the engine to copy the tile to ``y``. ``store_wait(0)`` holds the
 #   threads until no store is still reading shared memory; ``y`` itself is complete when the kernel
-#   ends. (Both names are ours, because Gluon's, in the comments, differ between versions.)
+#   ends. (``tma_load`` and ``tma_store`` are our names, because Gluon's, in the comments, differ
+#   between versions.)
 #
 # A barrier that counts in phases
 # -------------------------------
@@ -601,11 +606,7 @@ lab.sketch(
 )
 
 # %%
-# All three rungs share the loop below. ``IN_FLIGHT`` is 1 in rung 3 and otherwise 0. The wait takes
-# the accumulators as ``deps`` and hands them back, so that the compiler lets nothing read them
-# earlier. Our ``fetch`` announces the tiles of step ``after`` and asks for them, unless there is no
-# such step (``some`` is false). The tiles of the first ``STAGES`` steps were asked for before the
-# loop.
+# All three rungs share this loop. The tiles of the first ``STAGES`` steps were asked for before it:
 #
 # .. literalinclude:: warps_with_roles.py
 #    :language: python
@@ -613,9 +614,14 @@ lab.sketch(
 #    :lines: 23-24,26,28-29,32-35
 #    :dedent:
 #
-# In rung 3, for example, step 5 refills the slot of step 4 with the tiles of step 7. One barrier
-# per slot is enough, because the warps that read a slot also refill it: Triton makes all eight meet
-# before one thread asks.
+# - **Matmul.** ``IN_FLIGHT`` is 1 in rung 3 and otherwise 0. The wait takes the accumulators as
+#   ``deps`` and hands them back, so that the compiler lets nothing read them earlier.
+# - **Refill.** Our ``fetch`` announces the tiles of step ``after`` and asks for them, unless there
+#   is no such step (``some`` is false). In rung 3, for example, step 5 refills the slot of step 4
+#   with the tiles of step 7.
+#
+# One barrier per slot is enough, because the warps that read a slot also refill it: Triton makes
+# all eight meet before one thread asks.
 
 
 # Whole: the loop of rungs 1 to 3
@@ -946,7 +952,7 @@ lab.source(play)
 # %%
 
 
-# Folded: The layout: its numbers, and which thread holds which sum
+# Folded: The layout: its numbers, and which thread holds which accumulator
 nan = float("nan")
 instructions = lab.measure("Instructions of the kernels", emitted)
 of = {row["kernel"]: row for row in instructions.rows}
@@ -1823,9 +1829,9 @@ def bars_of(rows):
 
 
 LOOKS = {  # in this order a bar of rung 2 begins with its matmul
-    "waits for a matmul": ("#eaf2fb", "wait for ", "matmul", "#1f2328"),
+    "waits for a matmul": ("#eaf2fb", "wait for", "matmul", "#1f2328"),
     "asks for tiles": (lab.colour("PyTorch"), "", "ask", "#ffffff"),
-    "waits at a barrier": ("#d1d9e0", "wait at ", "barrier", "#1f2328"),
+    "waits at a barrier": ("#d1d9e0", "wait at", "barrier", "#1f2328"),
 }
 
 
@@ -1837,7 +1843,8 @@ def drawn_step(axes, rows):
             axes.barh(at, width, 0.66, left, color=fill)
             look = {"ha": "center", "va": "center", "fontsize": 9, "color": ink}
             if width > 170:
-                text = before + word if width > 400 else word
+                gap = " " if width > 400 else "\n"
+                text = f"{before}{gap}{word}" if before and width > 250 else word
                 axes.text(left + width / 2, at, text, **look)
             left += width
         axes.barh(at, step, 0.66, fill=False, edgecolor="#59636e", linewidth=0.8)
@@ -1907,22 +1914,22 @@ exaggerated = expected > in_cycles + SCATTER
 lab.together(
     lab.read(
         (
-            "In rung 2 the tensor cores are idle while the warps ask for tiles and pass the "
-            "barrier of the next tile. "
+            f"In rung 2 the tensor cores are idle for {bare - ahead:,.0f} cycles, while the warps "
+            "ask for tiles and pass the barrier of the next tile. "
             if abs(own_matmul / step_cycles - 1) < 0.02
             else f"A step of rung 2 takes {bare:,.0f} cycles. "
         )
         + (
-            "The clock reads themselves may lengthen this time: by whole matmuls without them, "
-            f"it is about {more:,.0f} cycles and not {bare - ahead:,.0f}."
+            "Reading the clock may lengthen this time, because whole matmuls that do not read it "
+            f"lose only about {more:,.0f} cycles per step to rung 3."
             if exaggerated
             else f"Its step is {slower:.2f} times as long as rung 3's, but its whole matmul takes "
             f"only {longer:.2f} times as long. This run does not show why."
         )
     ),
     lab.read(
-        "In rung 3 asking costs nothing, because the next matmul is already running. The loader of "
-        "rung 4 has nothing left to save."
+        "In rungs 3 and 4, neither asking for tiles nor waiting at a barrier costs anything, "
+        "because the next matmul is already running. The loader has nothing left to save."
         if least_step
         else "In rung 3 the warps ask while the next matmul is running, for "
         f"{share(LOOP, 'asks for tiles'):.0f} % of the step; in rung 4 the loader asks."
@@ -1938,23 +1945,23 @@ lab.together(
         f"over the whole matmul of size {SIZES[-1]:,} rung 3 keeps them busy for "
         f"{busy('one in flight', SIZES[-1]):.0f} % of the cycles (cuBLAS: "
         f"{busy('matmul', SIZES[-1]):.0f} %). The rest may go to the starts and ends of programs. "
-        "The cycles are not the shortest, either: the clock ran at "
-        f"{measured('one in flight', 'clock, MHz', SIZES[-1]):,} MHz, and this GPU allows up to "
-        f"{climbed.provenance['clocks']['max_sm_mhz']:,}."
+        "Nor did the clock run at its highest: it was "
+        f"{measured('one in flight', 'clock, MHz', SIZES[-1]):,} of "
+        f"{climbed.provenance['clocks']['max_sm_mhz']:,} MHz."
     )
     if counted and least_step
     else None,
 )
 
 # %%
-# **Where roles may pay.** We have tested one kernel, in which each program computes one tile. In a
-# :term:`persistent` kernel, each program computes several tiles, and the loader could already load
-# for the next tile of ``c`` while the consumers store this one.
+# **Where roles may pay.** Each of our programs computes one tile. In a :term:`persistent` kernel, a
+# program computes several, and the loader could already load for the next tile of ``c`` while the
+# consumers store this one.
 #
 # The next chapter tests another loop, which computes between its matmuls. In rung 3 all eight warps
-# meet in every step, so in attention they would reach the softmax at about the same time, and only
-# a matmul already in flight could hide it. Two consumers need not meet: one can compute its softmax
-# while the tensor cores multiply for the other. Will they do so by themselves?
+# meet in every step, so in attention they would reach the softmax at about the same time. Two
+# consumers need not meet: one can compute its softmax while the tensor cores multiply for the
+# other. Will they do so by themselves?
 
 # %%
 
@@ -2166,11 +2173,6 @@ free, taken = (
     100 * overlap(alternated.rows, run) if alternated.rows else nan
     for run in ("free", "in turns")
 )
-first_pause = (
-    alternated.rows[0]["ends, cycles"] - alternated.rows[0]["begins, cycles"]
-    if alternated.rows
-    else nan
-)
 apart_anyway = bool(alternated.rows) and free < 10
 lab.together(
     lab.read(
@@ -2190,18 +2192,15 @@ lab.together(
         drawn_turns,
     ),
     lab.read(
-        "In the code, one pause stands for the matmuls (the bars of a figure) and another for the "
-        "rest (the gaps). The two barriers are 9 and 10. Before its loop, consumer 1 arrives at "
-        "the barrier of consumer 0, or both would wait for ever. "
+        "In the code, one pause stands for the matmuls and another for the rest. The two barriers "
+        "are 9 and 10. Before its loop, consumer 1 arrives at the barrier of consumer 0, or both "
+        "would wait for ever. "
         + (
-            "We left the consumers alone, too, to see whether they fall into step. In this run "
-            f"they did not: consumer 0's first pause ended after only {first_pause} cycles, and "
-            "the two stayed apart, so we draw no figure."
-            if apart_anyway and first_pause < 500
-            else "In this run the consumers alternated even without barriers, so we draw no figure."
+            "In this run the consumers did not fall into step even without barriers, so it cannot "
+            "show what the turns gain, and we draw no figure."
             if apart_anyway
-            else f"Left alone, consumer 1 multiplies during {free:.0f} % of consumer 0's matmuls, "
-            f"and in turns during {taken:.0f} %."
+            else "The bars of the figure are the matmuls. Left alone, consumer 1 multiplies during "
+            f"{free:.0f} % of consumer 0's matmuls, and in turns during {taken:.0f} %."
         )
     ),
     lab.source(work_in_turns),
