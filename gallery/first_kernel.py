@@ -120,7 +120,7 @@ lab.sketch(
 # One kernel could therefore be three times as fast. The bars above show a wider gap, because
 # PyTorch's multiplication is also slower than a copy.
 #
-# They also show ``x @ w``, one operation for the same sum, because somebody has already written its
+# For this sum, PyTorch also has a single operation, ``x @ w``, because somebody has written its
 # kernel. For most formulas nobody has, so we practise on one whose results we can compare.
 #
 # Ten numbers in blocks of four
@@ -1178,19 +1178,20 @@ slowly, first_takes, copied = (
 copy_speed = 2**16 * 4096 * 2 / copied / 1e9  # TB/s, of what is read and written
 lab.together(
     lab.read(
-        f"**With 65,536 rows of 4,096, your kernel takes {1e3 * first_takes:,.0f} µs and PyTorch's "
-        f"two operations {1e3 * slowly:,.0f}.** Is that fast? A copy is a good ruler, because it "
-        "does nothing but move bytes. One that reads half of `x` and writes as much moves as "
-        f"many bytes as we must read, and takes {1e3 * copied:,.0f} µs."
+        f"**With 65,536 rows of 4,096, your first kernel takes {1e3 * first_takes:,.0f} µs and "
+        f"PyTorch's two operations {1e3 * slowly:,.0f}.** Is that fast? A copy is a good ruler, "
+        "because it does nothing but move bytes. One that reads half of `x` and writes as much "
+        f"moves as many bytes as we must read, and takes {1e3 * copied:,.0f} µs."
     ),
     *(
         [
             lab.read(
-                "A kernel that mostly reads can even be faster than a copy: reading alone, HBM "
-                f"delivered {hbm:.1f} TB/s, and this copy moves {copy_speed:.1f}."
+                "A kernel that mostly reads could be faster still: reading alone, HBM delivered "
+                f"{hbm:.1f} TB/s, while this copy moves {copy_speed:.1f} and your kernel reads "
+                f"{copy_speed * copied / first_takes:.1f}."
             )
         ]
-        if hbm > copy_speed or not forward.rows
+        if hbm > copy_speed * max(1, copied / first_takes) or not forward.rows
         else []
     ),
 )
@@ -1361,7 +1362,7 @@ between = all(
 )
 lab.together(
     lab.read(
-        f"**With rows of 4,096, this simple kernel reaches at least {100 * min(of_first):.0f} % of "
+        f"**With rows of 4,096, the first kernel reaches at least {100 * min(of_first):.0f} % of "
         "the speed of a copy at every size.** PyTorch's two operations reach "
         + (
             "less than half"
@@ -1373,6 +1374,11 @@ lab.together(
             if between
             else f", and `x @ w` {100 * min(of_matmul):.0f} to {100 * max(of_matmul):.0f} %."
         )
+    ),
+    lab.read(
+        "With few rows, these shares say little about memory, because the copy itself is slow: it "
+        f"moves {speed_of_copy(forward, MARKS[0]):.2f} TB/s with {MARKS[0]} rows and "
+        f"{speed_of_copy(forward, MARKS[2]):.1f} with {MARKS[2]:,}."
     ),
     lab.read(
         "`torch.compile`, which spares you writing a kernel, "
@@ -1503,78 +1509,6 @@ compiled_facts = lab.facts(
     },
 )
 
-
-# %%
-
-# Folded: The whole operator, from the kernels outwards, and two smaller changes: FLAT and EARLY
-flag = {row["flag"]: row for row in flags.rows}
-
-
-def with_and_without(name):
-    row = flag[name]
-    return f"{row['on (µs)']:.1f} µs with the flag and {row['off (µs)']:.1f} without"
-
-
-lab.together(
-    lab.listing(
-        {
-            "1. Forward, on the GPU: a program has some rows and one part of their columns": (
-                weighted_sum_fwd_kernel
-            ),
-            "2. Backward, on the GPU: a program has some columns and its share of the rows, and "
-            "reads x once": weighted_sum_bwd_kernel,
-            "3. The second launch of either pass, if its sums are in parts": part_sum_kernel,
-            "4. Forward, on the host: choose the blocks, launch, add the parts": _forward,
-            "5. Backward, on the host: the same; a gradient that nobody needs is None": (
-                _backward
-            ),
-            "6. What PyTorch calls for the result: allocate it, and view x as a matrix": _run,
-            "7. What PyTorch calls for the gradients: allocate those that are needed": (
-                _run_backward
-            ),
-            "8. What autograd keeps from forward, as save_for_backward above": _setup_context,
-            "9. What autograd runs backward, as the second method of the class above": _gradient,
-            "10. The public function: refuse what is wrong, and call the operator": weighted_sum,
-        }
-    ),
-    lab.read(
-        "**`FLAT`** loads a block of short, contiguous rows as one line of numbers, and cuts the "
-        "line into rows with `tl.reshape` once the numbers have arrived. This needs no strides and "
-        "no loop"
-        + (
-            f": for rows of 64, the compiled kernel has "
-            f"{flag['FLAT, rows of 64']['instructions, on']} instructions with the flag and "
-            f"{flag['FLAT, rows of 64']['instructions, off']} without, and 2²⁶ numbers take "
-            f"{with_and_without('FLAT, rows of 64')}. In rows of 8, they take "
-            f"{with_and_without('FLAT, rows of 8')}."
-            if flag
-            else "."
-        )
-    ),
-    lab.read(
-        "With **`EARLY`**, the kernel that adds the partial sums is launched while the backward "
-        "kernel still runs. It then calls `gdc_wait`, which waits until the backward kernel has "
-        "ended and its sums can be read"
-        + (
-            f": with 4,096 rows of 4,096, the two together take {with_and_without('EARLY')}."
-            if "EARLY" in flag
-            else "."
-        )
-    ),
-    lab.table(
-        [
-            {
-                "columns of x": row["case"].split()[0],
-                "kernel": row["kernel"],
-                "registers per thread": row["registers"],
-                "spilled": row["spills"],
-                "shared memory (bytes)": row["shared_bytes"],
-            }
-            for row in compiled_facts.rows
-        ],
-        "What the compiler made of the operator, 4,096 rows in bfloat16",
-    ),
-)
 
 # %%
 # 1. A loop over the columns
@@ -2029,12 +1963,25 @@ lab.read(
 # %%
 
 # Reading
+past_parts = [
+    columns
+    for columns in LENGTHS
+    if of_shape("torch.compile", columns) > 1.02 * of_shape("loop in parts", columns)
+]
 lab.read(
     "**Short rows gain too,** though the loop makes a single iteration there: up to 256 columns, "
     f"with many rows in a block, this kernel is at least {min(gains):.1f} times as fast as the "
     "first."
     if min(gains, default=nan) > 1.05 or not shapes.rows
     else "Short rows, for which the loop makes a single iteration, do not gain."
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"`torch.compile` is faster than the loop in parts at {len(past_parts)} of the {len(LENGTHS)} "
+    "lengths" + ("." if compiled_ahead else ", but at none faster than the operator.")
 )
 
 # %%
@@ -2581,9 +2528,9 @@ lab.read(
     f"**With 65,536 rows, the second launch takes {second_after:,.0f} µs instead of "
     f"{second_one:,.0f}.** "
     + (
-        f"The order of the numbers alone cost {second_one - side_by_side:,.0f} µs: if those of a "
-        f"column lie side by side, as many sums take {side_by_side:,.0f}."
-        if side_by_side < 0.9 * second_one or not adjacent.rows
+        "Most of this was the price of their order: with the sums of a column side by side, the "
+        f"same launch takes {side_by_side:,.0f}."
+        if side_by_side < 0.5 * second_one or not adjacent.rows
         else "Here are the two launches alone:"
     )
 )
@@ -2593,7 +2540,7 @@ lab.read(
 lab.table(
     [
         {
-            "65,536 rows": name,
+            "backward pass": name,
             "rows of sums": f"{row['rows of sums']:,}",
             "first launch (µs)": of_first_launch.format(row["first launch (µs)"]),
             "second launch (µs)": f"{of_second_launch:.0f}",
@@ -2606,7 +2553,7 @@ lab.table(
     ]
     if launched.rows
     else [],
-    "The two launches, timed alone",
+    "The two launches with 65,536 rows, timed alone",
 )
 
 # %%
@@ -2683,8 +2630,8 @@ lab.together(
             else f"{min(lead):.1f} to {max(lead):.1f} times"
         )
         + " as fast as the loop. It also divides the columns among programs, and adds up the sums "
-        "with a dedicated kernel, which it launches early (`EARLY`, in the fold of the whole "
-        "operator); we did not isolate what each of these gains."
+        "with a dedicated kernel, which it launches early (`EARLY`, in the next fold); we did not "
+        "isolate what each of these gains."
     ),
     lab.table(
         in_percent(backward, backward.providers, passes=2),
@@ -2705,6 +2652,78 @@ lab.together(
         "The second launch of `rows_backward` holds two whole rows of `parts.t()` in a block. The "
         f"{2**20:,} elements that Triton allows in a block therefore suffice for {2**20:,} rows of "
         "`x`."
+    ),
+)
+
+# %%
+
+# Folded: The whole operator, from the kernels outwards, and two smaller changes: FLAT and EARLY
+flag = {row["flag"]: row for row in flags.rows}
+
+
+def with_and_without(name):
+    row = flag[name]
+    return f"{row['on (µs)']:.1f} µs with the flag and {row['off (µs)']:.1f} without"
+
+
+lab.together(
+    lab.listing(
+        {
+            "1. Forward, on the GPU: a program has some rows and one part of their columns": (
+                weighted_sum_fwd_kernel
+            ),
+            "2. Backward, on the GPU: a program has some columns and its share of the rows, and "
+            "reads x once": weighted_sum_bwd_kernel,
+            "3. The second launch of either pass, if its sums are in parts": part_sum_kernel,
+            "4. Forward, on the host: choose the blocks, launch, add the parts": _forward,
+            "5. Backward, on the host: the same; a gradient that nobody needs is None": (
+                _backward
+            ),
+            "6. What PyTorch calls for the result: allocate it, and view x as a matrix": _run,
+            "7. What PyTorch calls for the gradients: allocate those that are needed": (
+                _run_backward
+            ),
+            "8. What autograd keeps from forward, as save_for_backward above": _setup_context,
+            "9. What autograd runs backward, as the second method of the class above": _gradient,
+            "10. The public function: refuse what is wrong, and call the operator": weighted_sum,
+        }
+    ),
+    lab.read(
+        "**`FLAT`** loads a block of short, contiguous rows as one line of numbers, and cuts the "
+        "line into rows with `tl.reshape` once the numbers have arrived. This needs no strides and "
+        "no loop"
+        + (
+            f": for rows of 64, the compiled kernel has "
+            f"{flag['FLAT, rows of 64']['instructions, on']} instructions with the flag and "
+            f"{flag['FLAT, rows of 64']['instructions, off']} without, and 2²⁶ numbers take "
+            f"{with_and_without('FLAT, rows of 64')}. In rows of 8, they take "
+            f"{with_and_without('FLAT, rows of 8')}."
+            if flag
+            else "."
+        )
+    ),
+    lab.read(
+        "With **`EARLY`**, the kernel that adds the partial sums is launched while the backward "
+        "kernel still runs. It then calls `gdc_wait`, which waits until the backward kernel has "
+        "ended and its sums can be read"
+        + (
+            f": with 4,096 rows of 4,096, the two together take {with_and_without('EARLY')}."
+            if "EARLY" in flag
+            else "."
+        )
+    ),
+    lab.table(
+        [
+            {
+                "columns of x": row["case"].split()[0],
+                "kernel": row["kernel"],
+                "registers per thread": row["registers"],
+                "spilled": row["spills"],
+                "shared memory (bytes)": row["shared_bytes"],
+            }
+            for row in compiled_facts.rows
+        ],
+        "What the compiler made of the operator, 4,096 rows in bfloat16",
     ),
 )
 
@@ -2949,16 +2968,16 @@ short_of_aim = [n for n in LENGTHS if of_shape("Kernel Book", n) < 100 * AIM]
 shortfall = min(LENGTHS, key=lambda columns: of_shape("Kernel Book", columns))
 lab.read(
     (
-        "**Forward, with rows of 4,096, the operator gains little over your kernel:** at most "
-        f"{100 * most_saved:.0f} % of the time, with {most_at:,} rows."
+        "**Forward, with rows of 4,096, the operator gains little over your first kernel:** at "
+        f"most {100 * most_saved:.0f} % of the time, with {most_at:,} rows."
         + (
             f" Up to {little[-1]:,} rows, it gains nothing beyond the scatter."
             if little
             else ""
         )
         if leads or not forward.rows
-        else "**Nowhere with rows of 4,096 is the operator faster forward than your kernel** by "
-        "more than the scatter."
+        else "**Nowhere with rows of 4,096 is the operator faster forward than your first "
+        "kernel** by more than the scatter."
     )
     + (f" {compiled_sooner}" if clearly_sooner else "")
 )
@@ -2966,15 +2985,26 @@ lab.read(
 # %%
 
 # Reading
+next_worst = min(
+    (n for n in LENGTHS if n != shortfall),
+    key=lambda columns: of_shape("Kernel Book", columns),
+)
 lab.read(
     (
-        f"**With rows of other lengths, it misses our aim of {100 * AIM:.0f} % of a copy** at "
-        f"{len(short_of_aim)} of the {len(LENGTHS)} lengths in the figure of point 1. "
+        f"**It misses our aim of {100 * AIM:.0f} % of a copy** at {len(short_of_aim)} of the "
+        f"{len(LENGTHS)} lengths in the figure of point 1"
+        + (", and with 4,096 rows of 4,096. " if below else ". ")
         if short_of_aim or not shapes.rows
         else f"Forward, it meets our aim, {100 * AIM:.0f} % of a copy, with rows of any length. "
     )
-    + f"At worst, it reaches {of_shape('Kernel Book', shortfall):.0f} %, with rows of "
-    f"{'two' if shortfall == 2 else f'{shortfall:,}'}."
+    + (
+        f"It is lowest with rows of two, at {of_shape('Kernel Book', 2):.0f} %, but there we leave "
+        "out the bytes of the sums, half as many as those of `x`. Next is "
+        f"{of_shape('Kernel Book', next_worst):.0f} %, with rows of {short(next_worst)}."
+        if shortfall == 2
+        else f"At worst, it reaches {of_shape('Kernel Book', shortfall):.0f} %, with rows of "
+        f"{shortfall:,}."
+    )
 )
 
 # %%
@@ -3008,8 +3038,8 @@ lab.together(
         else []
     ),
     lab.read(
-        "With rows of two, the sums are half as large as `x`, but we do not count their bytes. "
-        f"With them, the operator would reach {1.5 * of_shape('Kernel Book', 2):.0f} % there."
+        "With the bytes of the sums, the operator would reach "
+        f"{1.5 * of_shape('Kernel Book', 2):.0f} % with rows of two."
     ),
     lab.read(
         f"Backward, we aimed at {BACKWARD_AIM} % from 2²⁴ numbers on, which the operator "
@@ -3181,7 +3211,8 @@ assert torch.equal(y, x.flip(0))
 # 4. Read the diagonal of a 7 × 7 matrix: each step is one row stride plus one column stride.
 # 5. Build the 5 × 6 matrix of all products of two vectors, of 5 and of 6 elements.
 # 6. Find the largest number in each row, even if negative, using ``tl.max``.
-# 7. Transpose a 50 × 70 matrix in blocks of 16 × 16, using ``tl.program_id(1)``.
+# 7. Transpose a 50 × 70 matrix in blocks of 16 × 16. The grid is ``(4, 5)``, and
+#    ``tl.program_id(1)`` is a program's number in its second dimension.
 
 # %%
 
