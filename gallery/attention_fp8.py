@@ -562,7 +562,7 @@ lab.together(
 # The matmul with V needs *both* operands in 8 bits, so the kernel rounds the weights :math:`p` as
 # well. It computes them relative to the largest score so far and divides by their sum only at the
 # end, so the largest weight is 1. The others can be far smaller, and e4m3 rounds anything below
-# :math:`2^{-10}`, about 0.001, to 0 (the dashed line again).
+# :math:`2^{-10}`, about 0.001, to 0.
 #
 # Suppose that one key has a weight of 1 and a thousand others have 0.0005 each. The thousand make
 # up a third of the sum, yet all become 0.
@@ -574,7 +574,8 @@ lab.together(
 #
 # In language models, one key often scores far above the rest (Xiao et al., 2023). We compute such a
 # case in float64, with 4,096 keys and normally distributed scores. One score (the arrow) exceeds
-# the next largest by 6, so its weight is :math:`e^6`, about 400, times that of the next.
+# the next largest by 6, so its weight is :math:`e^6`, about 400, times that of the next. Again,
+# what lies left of the dashed line becomes 0.
 
 
 # Measuring
@@ -709,10 +710,10 @@ lab.together(
 # kernel adds these sums in ordinary float32. The scores need none, because each of them is a short
 # sum anyway, of head_dim terms.
 #
-# The figure shows bits, larger ones further left. A term between 1 and 2, the product of two e4m3
-# numbers, has at most seven. As a single sum grows, the bits that it can keep (grey) move left, and
-# after 4,096 terms only two of the seven reach it. On the right, each tile has a new sum, which
-# stays so small that all seven fit.
+# The figure shows the bits of the next term, larger ones further left. It is a product of two e4m3
+# numbers, between 1 and 2, so it has seven bits. As a single sum grows, the bits that it can keep
+# (grey) move left, and after 4,096 terms it keeps only two of a term's seven. On the right, each
+# tile has a new sum, which stays so small that all seven fit.
 
 
 # Drawing
@@ -1045,11 +1046,6 @@ lab.read(
     )
     + f"at {KEYS[-1]:,} keys it falls from {sum_error(1, KEYS[-1], 'not promoted'):.1f} % to "
     f"{sum_error(1, KEYS[-1], 'promoted'):.2f} %. "
-    + (
-        "In bfloat16 the error does not grow with the length. "
-        if sum_error(1, KEYS[-1], "bf16") < 1.2 * sum_error(1, KEYS[0], "bf16")
-        else ""
-    )
     + "With values around 0, where sums hardly grow, "
     + (
         "promotion makes little difference. "
@@ -1057,7 +1053,7 @@ lab.read(
         else f"it reduces the error from {around_zero[0]:.2f} % to {around_zero[1]:.2f} %. "
     )
     + (
-        "Its cost in time is within the scatter of our runs."
+        "The time that promotion takes is within the scatter of our runs."
         if max(lows) <= min(highs)
         else f"It takes {100 * slower:.1f} % more time."
         if slower > 0
@@ -1081,6 +1077,9 @@ lab.together(
         f"measured error by more than {100 * of_others // 1:.0f} %."
     ),
     sums,
+    lab.read("In bfloat16 the error does not grow with the length.")
+    if sum_error(1, KEYS[-1], "bf16") < 1.2 * sum_error(1, KEYS[0], "bf16")
+    else None,
     lab.table(
         [
             {"keys": n}
@@ -1103,11 +1102,6 @@ lab.together(
         "size, and the larger ones reach the sum for longer."
     ),
     promotion,
-    lab.read(
-        f"With promotion attention takes about {100 * abs(slower):.0f} % "
-        f"{'longer' if slower > 0 else 'less time'}, "
-        f"{'within' if max(lows) <= min(highs) else 'more than'} the scatter of our runs."
-    ),
 )
 # %%
 # The kernel
@@ -1154,13 +1148,24 @@ lab.read(
 )
 
 # %%
-# In Triton, one function adds the values of a tile. It rounds the weights, already multiplied by
-# 256 (change 3). If ``PROMOTED``, the matmul sums this tile only (change 4).
+# In Triton, the loop loads a tile of the stored V, of shape (head_dim, keys). ``.T`` gives the
+# matmul the shape that it expects (change 2).
+#
+# .. literalinclude:: /../src/kernelbook/ops/attention/fp8.py
+#    :language: python
+#    :pyobject: attend_fp8
+#    :start-at: v = load_tile
+#    :end-at: acc = add_values
+#    :dedent:
+#
+# This function rounds the weights, already multiplied by 256 (change 3). If ``PROMOTED``, the
+# matmul sums this tile only (change 4).
 
 lab.source(fp8.add_values)
 
 # %%
-# After the loop, the descale of V merges with the division, which completes change 1:
+# After the loop, the descale of V merges with the division, which completes change 1. The sum
+# ``l_i`` is 0 only where a mask hides every key.
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/fp8.py
 #    :language: python
@@ -1678,28 +1683,6 @@ lab.sketch(
 
 # %%
 
-# Reading
-gap = max(abs((from_parts[data] / of_parts[data]["all"]) ** 2 - 1) for data in DATA)
-assert gap < 0.1
-larger = {
-    what: of_parts["outliers"][what] / error
-    for what, error in of_parts["normal"].items()
-}
-assert 0.9 < larger["V"] < 1.1
-assert larger["the weights"] < 0.25
-assert (of_parts["outliers"]["q and k"] / from_parts["outliers"]) ** 2 > 0.85
-lab.read(
-    f"**With outliers, the part of q and k is {larger['q and k'] ** 2:.1f} times as large** and "
-    "makes up most of the squared error. The part of the weights nearly vanishes"
-    + (
-        ", which is why V alone does better with outliers than without."
-        if of_v_alone[1] < of_v_alone[0]
-        else "."
-    )
-)
-
-# %%
-
 
 # Measuring
 def led_by_one_key(heads=8, queries=64):
@@ -1727,12 +1710,33 @@ assert led_error < 5
 # %%
 
 # Reading
-lab.read(
-    "Why do the weights matter so little there? With outliers, "
-    f"{led_queries:.0f} % of the queries give more than half of their weight to one key. Their "
-    "outputs are large, because hardly anything cancels: they make up "
-    f"{led_output:.0f} % of the squared output. But they hold only {led_error:.0f} % of the "
-    "squared error of the weights, because e4m3 stores the largest weight, 256, exactly."
+gap = max(abs((from_parts[data] / of_parts[data]["all"]) ** 2 - 1) for data in DATA)
+assert gap < 0.1
+larger = {
+    what: of_parts["outliers"][what] / error
+    for what, error in of_parts["normal"].items()
+}
+assert 0.9 < larger["V"] < 1.1
+assert larger["the weights"] < 0.25
+assert (of_parts["outliers"]["q and k"] / from_parts["outliers"]) ** 2 > 0.85
+best_head = both_parts["outliers"][1]
+lab.together(
+    lab.read(
+        f"The parts add up to the thick line within {math.ceil(100 * gap)} %. **With outliers, the "
+        f"part of q and k is {larger['q and k'] ** 2:.1f} times as large** and makes up most of "
+        "the squared error. The part of the weights nearly vanishes, because the large outputs "
+        "come from queries that follow a single key, whose weight, 256, e4m3 stores exactly."
+        + (
+            " So V alone does better with outliers than without."
+            if of_v_alone[1] < of_v_alone[0]
+            else ""
+        )
+    ),
+    lab.read(
+        f"With outliers, the worst head is off by {of_parts['outliers']['all']:.1f} % here and by "
+        f"{in_all('all in e4m3', 'outliers'):.1f} % in the first figure, which has more heads. "
+        f"Heads differ much: the best one here is off by {best_head:.1f} %."
+    ),
 )
 
 # %%
@@ -1792,11 +1796,11 @@ lab.read(
 
 # %%
 
-# Folded: The errors in numbers, and larger scores
+# Folded: The errors in numbers, the weights with outliers, and larger scores
 lab.together(
     lab.read(
         "The outliers are those of the paper on FlashAttention-3. The parts are computed in "
-        f"float64, and add up to the thick line within {math.ceil(100 * gap)} %."
+        "float64."
     ),
     whole_error,
     lab.table(
@@ -1811,9 +1815,10 @@ lab.together(
         "queries",
     ),
     lab.read(
-        f"With outliers, the error is {of_parts['outliers']['all']:.1f} % in this sample and "
-        f"{in_all('all in e4m3', 'outliers'):.1f} % in the first figure, the worst of 32 heads of "
-        "other random data. Outliers are rare, so heads differ (last column)."
+        f"With outliers, {led_queries:.0f} % of the queries give more than half of their weight to "
+        "one key. Their outputs are large, because hardly anything cancels: they make up "
+        f"{led_output:.0f} % of the squared output. But they hold only {led_error:.0f} % of the "
+        "squared error of the weights."
     ),
     lab.table(
         by_scores,
@@ -2031,12 +2036,11 @@ ratios = {
 lost = sum(ratio < 0.995 for ratio in ratios.values())
 lab.together(
     lab.read(
-        "**V alone in 8 bits is not enough**: attention is then only "
-        f"{of_v / of_default:.2f} times as fast as our fastest 16-bit kernel, "
-        "and one of its two matmuls still has 16 bits."
-        if of_v / of_default < 1.02
-        else "**With V alone in 8 bits**, attention is "
-        f"{of_v / of_default:.2f} times as fast as our fastest 16-bit kernel."
+        "**V alone in 8 bits "
+        + ("is not enough.** " if of_v / of_default < 1.02 else "gains less.** ")
+        + f"It is {of_v / of_plain:.2f} times as fast as the 16-bit kernel that we changed, but "
+        f"{'only ' if of_v / of_default < 1.02 else ''}{of_v / of_default:.2f} times as fast as "
+        "our fastest. One of its two matmuls still has 16 bits."
     ),
     lab.read(
         "We also built a kernel with roles, where one warp loads and the others compute (next "
@@ -2060,7 +2064,7 @@ for head_dim in (128, 64):
                 for name in ("all in FP8", "Kernel Book bf16", "plain Triton bf16")
             )
             row[f"{length:,}"] = shown(fp8_rate / bf16_rate, 2)
-        row["over its own code in 16 bits"] = shown(fp8_rate / plain_rate, 2)
+        row["over what we changed"] = shown(fp8_rate / plain_rate, 2)
         rows.append(
             row | {"8 bits": shown(fp8_rate, 0), "16 bits": shown(bf16_rate, 0)}
         )
@@ -2077,13 +2081,12 @@ resources = lab.facts(
 lab.together(
     lab.table(
         rows,
-        "Speed of 8 bits over 16 bits for Hopper, by length; at 16,384 also over plain Triton, and "
-        "TFLOP/s",
+        "Speed of 8 bits over 16 bits for Hopper, by length; at 16,384 also over the 16-bit "
+        "kernel that we changed, and TFLOP/s",
     ),
     lab.read(
         f"In the figure 8 bits are {of_fp8 / of_cudnn:.2f} times as fast as cuDNN at length "
-        f"16,384, and V alone in 8 bits {of_v / of_plain:.2f} times as fast as the same code in "
-        "16 bits."
+        "16,384."
         + "".join(
             f" The {best} TFLOP/s on the {gpu} are the most of all measured points, {how}."
             for best, gpu, how, _ in our_best
@@ -2403,8 +2406,8 @@ def gain_if(combine):
 in_turns, side_by_side = gain_if(lambda x, y: x + y), gain_if(max)
 lab.read(
     "**By this count, the rest takes longer than the matmuls in 8 bits**, "
-    f"{all_else:,.0f} cycles against {of_two_matmuls:,.0f}. So a faster kernel would have to do "
-    "less work around its matmuls, or overlap more of it with them."
+    f"{all_else:,.0f} cycles against {of_two_matmuls:,.0f}. If so, a faster kernel has to do less "
+    "work around its matmuls, or overlap more of it with them."
     if all_else > of_two_matmuls
     else "**In 8 bits, the matmuls need half as many cycles, and the rest as many as before.**"
 )
@@ -2438,19 +2441,19 @@ lab.together(
                     f"{max(of_16, all_else):,.0f} / {max(of_8, all_else):,.0f}",
                     side_by_side,
                 ),
-                ("measured, against the same code", "", gains_of[128][0]),
-                ("measured, against our fastest", "", gains_of[128][1]),
+                ("measured, over the kernel that we changed", "", gains_of[128][0]),
+                ("measured, over our fastest in 16 bits", "", gains_of[128][1]),
             )
             if gained == gained and (work.rows or not term)
         ],
         "Length 16,384, head_dim 128, no mask",
     ),
     lab.read(
-        "**Measured, the same code gains more than the count predicts.** So the count shows what "
-        "does not get faster, but at least one of its assumptions (in the fold) is wrong, and we "
-        "did not measure which."
+        "**Measured, 8 bits gain more over the kernel that we changed than the count predicts.** "
+        "So the count shows what does not get faster, but at least one of its assumptions (in the "
+        "fold) is wrong, and we did not measure which."
         if too_low
-        else "The gain against the same code, "
+        else "The gain over the kernel that we changed, "
         f"{gains_of[128][0]:.2f}, is not above what the count predicts."
     )
     if work.rows
@@ -2471,11 +2474,11 @@ shares = {
     "counted: the units work side by side": [
         m / max(m, all_else) for m in MATMULS.values()
     ],
-    "measured: plain Triton": [
+    "measured: this kernel, and the one that we changed": [
         of_plain / unit_rate["16 bits"],
         of_fp8 / unit_rate["8 bits"],
     ],
-    "measured: our fastest in each": [
+    "measured: this kernel, and our fastest in 16 bits": [
         of_default / unit_rate["16 bits"],
         of_fp8 / unit_rate["8 bits"],
     ],
@@ -2500,7 +2503,16 @@ lab.together(
         "In a cycle an SM does 4,096 operations of a matmul with 16 bits and 8,192 with 8 bits, "
         "but 16 exponentials with either. We assume that the kernel of this chapter needs the same "
         "instructions as the one with roles, in 8 and in 16 bits, that they run one at a time, "
-        "that matmuls run at full speed, and that 8 and 16 bits overlap the two equally."
+        "that matmuls run at full speed, and that 8 and 16 bits overlap the two equally. But this "
+        "kernel also has other tiles than the one that we changed: "
+        + " and ".join(
+            f"{tile.block_m} queries by {tile.block_n} keys with {bits} bits"
+            for bits, tile in (
+                (16, tuned.HOPPER["forward", 128, 2]),
+                (8, tuned.HOPPER["fp8", 128, 1]),
+            )
+        )
+        + "."
     ),
     lab.read(
         "With head_dim 64, where the matmuls take half as many cycles and the exponentials as "
@@ -2821,6 +2833,12 @@ lab.read(
     + "With PyTorch's operations, not compiled, it "
     + (
         "never pays at these lengths"
+        + (
+            f" (compiled, they take {100 * (with_compiler / cost - 1):.0f} % longer than "
+            "`quantize`)"
+            if cost < with_compiler < 1.5 * cost
+            else ""
+        )
         if in_operations < 1
         else f"reaches {in_operations:.2f} times the speed of bfloat16 at best"
     )
@@ -2957,9 +2975,9 @@ lab.table(
 # attention
 # <https://github.com/triton-lang/triton/blob/main/python/tutorials/06-fused-attention.py>`__. Its
 # :term:`descriptor` treats V, of shape (heads, head_dim, length), as *one* matrix with head_dim
-# rows and heads · length columns. Head h begins h · head_dim · length numbers into memory, so the
-# kernel looks for it at that column. But from h = heads / head_dim on, the matrix has no such
-# column. With two heads, head_dim 2 and 3 keys:
+# rows and heads · length columns, and the kernel looks for each head at the column that equals its
+# offset in memory. With two heads, head_dim 2 and 3 keys, head 1 begins 6 numbers into memory, but
+# the matrix has only columns 0 to 5:
 #
 # .. image:: /figures/attention-fp8-flat.svg
 #    :alt: Above, 12 numbers in memory, 0 to 5 of head 0 and 6 to 11 of head 1. Below, two rows of
@@ -3034,10 +3052,10 @@ assert rows[0]["heads of zeros"] == len(v_t) - len(v_t) // v_t.shape[1]
 # Reading
 lab.read(
     f"**In a small kernel with this mistake, {rows[0]['heads of zeros']} of {len(v_t)} heads "
-    f"become zeros, and the tutorial's test accepts them.** With head_dim {v_t.shape[1]}, only the "
-    f"first {len(v_t)} / {v_t.shape[1]} = {len(v_t) // v_t.shape[1]} begin inside. The test "
-    "would accept even zeros alone, because its `atol` is 3 and averages of normal numbers are "
-    "smaller."
+    f"become zeros, and the tutorial's test accepts them.** Head h begins at column h · head_dim · "
+    "length, and there are heads · length columns, so only the first heads / head_dim, here "
+    f"{len(v_t)} / {v_t.shape[1]} = {len(v_t) // v_t.shape[1]}, begin inside. The test would "
+    "accept even zeros alone, because its `atol` is 3 and averages of normal numbers are smaller."
 )
 
 # %%
