@@ -3,8 +3,9 @@ Attention across GPUs
 =====================
 
 A model that trains on a million-token text must keep more data than one GPU can hold. When several
-GPUs share it, each query must still reach every key. *How do several GPUs share one attention, and
-how much of their speed is left when they do?*
+GPUs share it, each query must still reach every key. Ideally, two GPUs are twice as fast as one,
+which is called linear scaling. *How do several GPUs share one attention, and how much of their
+speed is left when they do?*
 
 You will learn
 
@@ -58,11 +59,15 @@ opening
 KEPT, LAYERS, H200_GIB = 4, 32, 140
 per_token = 16 * 128 * 2
 million = LAYERS * KEPT * 1048576 * per_token / 2**30
+both_passes_flops = 7 * 16 * 128 * 1048576**2  # of a layer, with a causal mask
+minutes = LAYERS * both_passes_flops / 600e12 / 60
 lab.read(
     "Why is one GPU not enough for a million tokens? For the backward pass, attention keeps `q`, "
     "`k`, `v` and `out`. With 16 heads of 128 numbers in bfloat16, these take "
     f"{KEPT * per_token // 1024} KiB per token and layer, which adds up to {million:.0f} GiB over "
-    f"{LAYERS} layers. An H200 has {H200_GIB} GiB."
+    f"{LAYERS} layers. An H200 has {H200_GIB} GiB. Recomputing these tensors would save memory, "
+    f"but at 600 TFLOP/s one GPU would still spend {minutes:.0f} minutes per training step on the "
+    "attention of these layers."
 )
 
 # %%
@@ -169,8 +174,8 @@ for layout, held in layouts.items():
 #    each rank one piece from either end: of :math:`W` ranks, rank :math:`r` holds pieces
 #    :math:`r` and :math:`2W - 1 - r`.
 #
-# The Llama 3 report describes this layout. In the next figure, each row is a piece of queries, each
-# column a piece of keys, and each cell shows the step in which the two meet:
+# The Llama 3 report describes this layout. In the next figure, each row is a piece of queries and
+# each column a piece of keys. The cells of rank 1 show the step in which it computes them:
 
 # %%
 
@@ -198,8 +203,8 @@ def number_step(axes, x, y, step, fontsize=11):
     axes.text(x, y, str(step + 1), **look)
 
 
-def pieces_of(axes, layout):
-    """Which piece of queries meets which of keys, and in which step."""
+def pieces_of(axes, layout, shown=1):
+    """Which piece of queries meets which of keys; for one rank, also in which step."""
     pieces = range(2 * WORLD_DRAWN)
     holder = [
         piece // 2
@@ -212,13 +217,18 @@ def pieces_of(axes, layout):
             step = (holder[row] - holder[column]) % WORLD_DRAWN
             corners = [(column, row), (column, row + 1), (column + 1, row + 1)]
             corners += [(column + 1, row)] if row > column else []
-            axes.fill(*zip(*corners, strict=True), linewidth=0, **look_of(step))
+            mine = holder[row] == shown
+            look = look_of(step) if mine else {"color": "#eaf2fb"}
+            axes.fill(*zip(*corners, strict=True), linewidth=0, **look)
             centre = 1 / 2 if row > column else 0.3  # of a cell, or of half a cell
-            number_step(axes, column + centre, row + 1 - centre, step, 8.5)
+            if mine:
+                number_step(axes, column + centre, row + 1 - centre, step, 9.5)
     axes.set(xlim=(0, len(pieces)), ylim=(len(pieces), 0), aspect="equal")
     axes.set_xticks([piece + 0.5 for piece in pieces], holder)
     axes.set_yticks([piece + 0.5 for piece in pieces], holder)
     axes.set(xlabel="keys of rank", ylabel="queries of rank")
+    for label, rank in zip(axes.get_yticklabels(), holder, strict=True):
+        label.set_fontweight("bold" if rank == shown else "normal")
     axes.grid(visible=False)
     axes.tick_params(length=0)
     axes.set_title(layout.replace("zigzag", "zig-zag"), fontsize=11, loc="left")
@@ -229,26 +239,33 @@ def both_masks(*panels):
         pieces_of(axes, layout)
 
 
+quarters = {  # of a part with a part: the cells that rank 1 computes in each step
+    layout: [round(4 * scores_of(1, step, layout)) for step in range(WORLD_DRAWN)]
+    for layout in ring.LAYOUTS
+}
+assert quarters == {"contiguous": [2, 4, 0, 0], "zigzag": [2, 2, 2, 2]}
 lab.sketch(
-    "Which queries meet which keys, by step",
-    "Two triangles of 8 by 8 pieces. Contiguous: the pieces of rank 0 have one shade, those of "
-    "rank 3 four, and most of the area. Zig-zag: each rank has a short row and a long one, of the "
-    "same area together, and in each step half of the scores of its pieces.",
+    "What rank 1 computes, by step",
+    "Two triangles of 8 by 8 pieces, with the two rows of rank 1 in darker colours. Contiguous: "
+    "two neighbouring rows, with two cells of step 1, four of step 2 and none of steps 3 and 4. "
+    "Zig-zag: a short row and a long one, with two cells of each step.",
     both_masks,
     panels=2,
     height=3.3,
 )
 
 # %%
-# Zig-zag balances the work not only in total but in every step, because half of the scores remain
-# whichever keys a rank holds:
+# Count the cells of rank 1, a triangle as half a cell. With contiguous parts, it computes two in
+# step 1, four in step 2 and none afterwards. **With zig-zag, it computes two of four cells in every
+# step**, whichever keys it holds:
 #
-# - From a lower rank, all queries see the early piece of keys, and none see the late one.
-# - From a higher rank, only the late queries see the keys, but these see both pieces.
-# - In a rank's own part, the mask leaves half.
+# - In step 1, with its own keys, the mask leaves half of the scores.
+# - In step 2, with keys from a lower rank, all its queries see the early piece and none the late.
+# - In steps 3 and 4, with keys from higher ranks, only its late queries see any, but these see both
+#   pieces.
 #
-# Below, each bar is a rank's work in one step. Ranks wait for their neighbours' keys, so each step
-# ends (dotted line) with its slowest rank:
+# Below are all four ranks. Each bar is a rank's work in one step. Ranks wait for their neighbours'
+# keys, so each step ends (dotted line) with its slowest rank:
 
 # %%
 
@@ -270,8 +287,8 @@ def steps_of(axes, layout):
     axes.grid(visible=False)
     axes.tick_params(axis="y", length=0)
     axes.set_xlim(0, 3.6)
-    axes.set_xlabel("time, by a count of the scores")
-    axes.set_xticks([])
+    axes.set_xlabel("units of time")
+    axes.set_xticks(range(4))
     axes.set_title(layout.replace("zigzag", "zig-zag"), fontsize=11, loc="left")
 
 
@@ -287,6 +304,7 @@ spans = {
     )
     for layout in ring.LAYOUTS
 }
+assert [round(spans[layout], 1) for layout in ring.LAYOUTS] == [3.5, 2.0]
 lab.sketch(
     "Four ranks under a causal mask",
     f"Bars for the work of four ranks, with the numbers of its four steps. Contiguous: rank 0 "
@@ -299,8 +317,9 @@ lab.sketch(
 
 # %%
 # **By a count of the scores, zig-zag is 1.5 times as fast with two ranks and nearly twice as fast
-# with many.** Let one unit be the time that all queries of one rank take with all keys of another.
-# Zig-zag takes half a unit per step, or :math:`W / 2` in all. Contiguous parts take half a unit for
+# with many.** One unit is the time that all queries of one rank take with all keys of another. The
+# four ranks above take 3.5 units with contiguous parts and 2 with zig-zag. Of :math:`W` ranks,
+# zig-zag takes half a unit per step, or :math:`W / 2` in all. Contiguous parts take half a unit for
 # the first step and a whole unit for every other, or :math:`W - 1/2` in all.
 #
 # The loop on one rank
@@ -524,19 +543,21 @@ lab.sketch(
 # Folded: The exchange in code, and the bytes that each method sends
 lab.together(
     lab.read(
-        "If there are as many key heads as query heads, all to all sends (W − 1) / W of a rank's "
-        "`q`, `k`, `v` and `out` in the forward pass, and the ring its `k` and `v` in each of "
-        "W − 1 steps, which is W / 2 times as many bytes."
+        "In the forward pass, all to all sends (W − 1) / W of a rank's `q`, `k`, `v` and `out`. "
+        "The ring sends keys and values in each of W − 1 steps. With H query heads and Hₖ key "
+        "heads, these are W · Hₖ / (H + Hₖ) times as many bytes."
     ),
     lab.source(ring._exchange),
 )
 
 # %%
-# **With more than two ranks, all to all sends fewer bytes.** With as many key heads as query heads,
-# the ring sends :math:`W / 2` times as many in the forward pass. All to all should therefore suit
-# short parts on many ranks, and the ring long parts, because it computes while it sends.
+# **With many ranks, all to all sends fewer bytes.** In the forward pass, the ring sends
+# :math:`W / 2` times as many if there are as many key heads as query heads, but only :math:`W / 9`
+# times as many with one key head for eight query heads. All to all should therefore suit short
+# parts on many ranks, and the ring long parts, because it computes while it sends.
 #
-# All to all also needs a number of ranks that divides both numbers of heads.
+# All to all also needs a number of ranks that divides the numbers of query heads and of key heads,
+# because each rank gets whole heads.
 
 # %%
 # Is it right?
@@ -935,23 +956,15 @@ lab.together(
     lab.read(
         ("**The layout brings the larger gain.** " if by_layout > by_hiding else "")
         + f"At {length:,} tokens, zig-zag saves {took['contiguous'] - took['zig-zag']:.0f} of "
-        f"{took['contiguous']:.0f} ms. The count of scores, which leaves out transfers and "
-        f"launches, promised {promised:.2f} times the speed of contiguous parts. We measured "
-        f"{balanced[last]:.2f} times at {last:,} tokens and {balanced[first]:.2f} at {first:,}."
+        f"{took['contiguous']:.0f} ms. The count of scores promised {promised:.2f} times the speed "
+        f"of contiguous parts. We measured {balanced[last]:.2f} times at {last:,} tokens, but only "
+        f"{balanced[first]:.2f} at {first:,}."
     ),
     lab.read(
         ("**Hiding the transfers brings less.** " if 1 < by_hiding < by_layout else "")
         + f"At {length:,} tokens, the median {'falls' if saved_ms > 0 else 'rises'} by "
         f"{abs(saved_ms):.0f} ms."
-        + (f" At {last:,} we can measure no difference" if last in in_doubt else "")
-        + (
-            f", because rounds of {'zig-zag' if widest == 'zig-zag' else 'our ring'} alone take "
-            f"{' to '.join(f'{ms:.0f}' for ms in rounds_of(widest, last))} ms."
-            if scattered
-            else "."
-            if last in in_doubt
-            else ""
-        )
+        + (f" At {last:,} we can measure no difference." if last in in_doubt else "")
         + (
             f" At {first:,} it rises by {lost_ms:.1f} ms, and we did not look into why."
             if first in given_up
@@ -968,6 +981,14 @@ lab.together(
     lab.read(
         "A bar is the median of three rounds, each as long as its slowest rank. Two measurements "
         f"of our ring differ by up to {between_sweeps:.1f} points of linear scaling."
+        + (
+            f" At {last:,} tokens, rounds of "
+            f"{'zig-zag' if widest == 'zig-zag' else 'our ring'} alone take "
+            f"{' to '.join(f'{ms:.0f}' for ms in rounds_of(widest, last))} ms, so a gain of a few "
+            "milliseconds cannot be seen."
+            if scattered
+            else ""
+        )
     ),
     lab.table(
         [
@@ -1154,7 +1175,12 @@ lab.together(
         else f"At {first:,} tokens, our ring reaches {percent('Kernel Book', first):.0f} % of "
         "linear scaling."
     ),
-    lab.read(why_short) if lost else None,
+    lab.read(
+        f"Even a call on {short} tokens, which hardly computes, takes our ring {ring_cost:.1f} ms, "
+        f"and one GPU {alone_cost:.1f}."
+    )
+    if lost
+    else None,
 )
 
 # %%
@@ -1174,10 +1200,11 @@ lab.together(
         else [],
         "Kernels and calls, both passes",
     ),
+    lab.read(why_short) if lost else None,
     lab.read(
         (
-            "A call on few tokens is mostly launches, the agreement of the ranks and the latency "
-            "of the transfers, which we did not separate."
+            "In a call on few tokens, we did not separate the launches, the agreement of the ranks "
+            "and the latency of the transfers."
         )
         + (
             f" Where {WORLD} GPUs become faster than one, between {first:,} and "
@@ -1261,14 +1288,14 @@ is_slower = len(slower_by) == len(PEER_LENGTHS) and max(slower_by) < 15
 lab.together(
     lab.read(
         (
-            "**All to all is a little slower than our ring.** It takes "
+            "**On the longer sequences, all to all is a little slower than our ring.** It takes "
             if is_slower
-            else "All to all takes "
+            else "On the longer sequences, all to all takes "
         )
         + compared({n: beside_ours[n] for n in PEER_LENGTHS})
         .replace(" than ours", "" if is_slower else " than our ring")
         .replace("ours", "our ring")
-        + (" on the longer sequences." if untimed == [first] else ".")
+        + "."
         + (
             f" At {first:,} tokens we cannot rank the two, because their rounds overlap."
             if untimed == [first] and not disjoint("all to all", "Kernel Book", first)
@@ -1279,8 +1306,7 @@ lab.together(
         ("**PyTorch's context parallelism comes close.** " if come_close else "")
         + " ".join(
             "On the longer sequences, the experimental `context_parallel` with "
-            f"{name.removesuffix(' CP')}'s attention takes {compared(found)}. By default it "
-            "gathers all keys at once instead of passing them round. Since its kernels "
+            f"{name.removesuffix(' CP')}'s attention takes {compared(found)}. Since its kernels "
             "differ as well, this compares packages and not methods."
             for name, found in timed_peers.items()
             if found
@@ -1294,9 +1320,15 @@ lab.together(
 
 # Folded: How does PyTorch's context parallelism compare?
 lab.together(
-    lab.read(f"We did not time it at {first:,} tokens, where our ring is weakest.")
-    if untimed == [first] and lost
-    else None,
+    lab.read(
+        "By default, PyTorch's context parallelism gathers all keys at once instead of passing "
+        "them round."
+        + (
+            f" We did not time it at {first:,} tokens, where our ring is weakest."
+            if untimed == [first] and lost
+            else ""
+        )
+    ),
     lab.plot(
         beside,
         "Our ring and PyTorch's context parallelism",
@@ -1310,7 +1342,10 @@ lab.together(
 )
 
 # %%
-
+# Does it fit?
+# ------------
+#
+# Do ``q``, ``k``, ``v`` and ``out`` of a million tokens fit now?
 
 # Measuring
 MEMORY_LENGTH = 131072 // SHRINK
@@ -1410,12 +1445,27 @@ def tensors(held, size):
 
 
 kept = LAYERS * KEPT * MEMORY_LENGTH * per_token / 2**30
-lab.read(
-    "**Each GPU keeps only its share for the backward pass.** On paper, "
-    f"{LAYERS} layers keep {kept:.0f} GiB for {MEMORY_LENGTH:,} tokens on one GPU, or "
-    f"{kept / most:.0f} GiB on each of {most}. The measured peak of one layer falls by only "
-    f"{100 * (1 - together / gib.get(1, nan)):.0f} %, because the ring also holds "
-    "keys, values and gradients in transit."
+assert million / 8 < H200_GIB / 2
+lab.together(
+    lab.read(
+        "**On 8 GPUs they do, because each keeps only its share.** On paper, the "
+        f"{million:.0f} GiB become {million / 8:.0f} GiB on each, less than half of an H200."
+    ),
+    lab.read(
+        "While a layer computes, sharing saves less. "
+        f"With {MEMORY_LENGTH:,} tokens, the measured peak of one layer is only "
+        f"{100 * (1 - together / gib.get(1, nan)):.0f} % lower on each of {most} GPUs than on one, "
+        "perhaps because the ring also holds keys, values and gradients in transit."
+    ),
+    lab.read(
+        " ".join(
+            f"**{row['tokens']:,} tokens take {row['GPUs']} GPUs {row['seconds']:.1f} s** for both "
+            f"passes of one layer, and {row['GiB per GPU']:.0f} GiB of memory each."
+            for row in long.rows
+        )
+        if long.rows
+        else f"A long sequence: {nan}."
+    ),
 )
 
 # %%
@@ -1435,14 +1485,7 @@ lab.together(
         f"The memory of each GPU, {MEMORY_LENGTH:,} tokens",
     ),
     lab.read(
-        "What is in transit takes memory in one layer at a time, what is kept in all of them. "
-        + " ".join(
-            f"For both passes over {row['tokens']:,} tokens, {row['GPUs']} GPUs need "
-            f"{row['seconds']:.1f} s and {row['GiB per GPU']:.0f} GiB of memory each."
-            for row in long.rows
-        )
-        if long.rows
-        else f"A long sequence: {nan}."
+        "What is in transit takes memory in one layer at a time, what is kept in all of them."
     ),
 )
 
@@ -1455,15 +1498,15 @@ lab.together(
 # Reading
 profiled = 16384 // SHRINK * WORLD
 lab.read(
-    f"We profile both versions of zig-zag on rank 0, with {profiled:,} tokens in all. A transfer's "
-    "bar includes the wait for the other rank."
+    "Which transfers hide? We profile both versions of zig-zag on rank 0, with "
+    f"{profiled:,} tokens in all. A transfer's bar includes the wait for the other rank."
 )
 
 # %%
 # With two ranks, a call makes four transfers:
 #
 # 1. the keys and values, in the forward pass;
-# 2. the keys and values again, in the backward pass;
+# 2. the keys and values again, in the backward pass, because no rank kept those of the other;
 # 3. their gradients so far;
 # 4. the complete gradients, on their way home.
 
@@ -1670,7 +1713,7 @@ lab.read(
 
 # %%
 
-# Folded: How much time does hiding save in this call, and at longer lengths?
+# Folded: How much time does hiding save in this call, and in a longer one?
 lab.together(
     lab.read(
         (
@@ -1692,16 +1735,6 @@ lab.together(
         "ms that hiding saves there; the rounds spread too widely to tell whether the rest is real."
     )
     if WORLD == 2 and nearest < scaled < min(saved_ms, farthest)
-    else None,
-    lab.read(
-        f"At {last:,} tokens, by the same reckoning, hiding them would save "
-        f"{hides * last / profiled:.0f} ms, less than the {spread_of(widest):.0f} ms by which the "
-        "rounds differ there."
-    )
-    if profiler_saw
-    and scattered
-    and WORLD == 2
-    and hides * last / profiled < spread_of(widest)
     else None,
 )
 
@@ -1731,12 +1764,10 @@ lab.together(
 #    What counts is the number of tokens *per rank*. The head size is not in the formula, nor is
 #    the number of ranks.
 #
-# In the backward pass, a step does 2.5 times the FLOPs. With more than two ranks it sends three
-# times the bytes, because gradients in 32 bits travel with the keys and values. The factor 2 thus
-# becomes :math:`2 \cdot 3 / 2.5 = 2.4`.
-#
 # We time single steps for :math:`S`, and pass tensors round the ring for :math:`B`; here
-# :math:`H_k = H`:
+# :math:`H_k = H`. NVLink connects the GPUs of a machine, and a network card connects machines. The
+# lines are the two sides of the formula, and the crosses are steps that we timed. To the right of a
+# dot, the transfer hides:
 
 # Measuring
 MEBIBYTES = (0.25, 1, 4, 16, 64, 256) if not TINY else (0.25, 1)
@@ -1827,47 +1858,130 @@ joined = "NVLink" if links else "the connection"
 speeds = {
     which: f"S = {speed_of / 1e12:.0f} TFLOP/s" for which, speed_of in flops.items()
 }
-lab.table(
-    [
-        {
-            "connection": name,
-            "B": f"{limit}{link / 1e9:.0f} GB/s",
-            f"forward, {speeds['forward']}": (
-                f"{about(hidden_from('forward', link)):,.0f}"
-            ),
-            f"backward, {speeds['backward']}": (
-                f"{about(hidden_from('backward', link)):,.0f}"
-            ),
-        }
-        for name, limit, link in (
-            (joined, "", bandwidth),
-            ("network card, 400 Gb/s", "at most ", NETWORK),
+
+# %%
+
+
+# Drawing
+def crossing(axes, rows):
+    """Both sides of the formula, by the tokens of a rank, and the steps that were timed."""
+    n = numpy.array([PARTS[0] / 1.3, PARTS[-1] * 1.3])
+    ours, ink = lab.colour("Kernel Book"), "#1f2328"
+    # milliseconds, of the tokens squared and of the tokens
+    of_scores = 1e3 * FORWARD_FLOPS / flops["forward"]
+    axes.plot(n, of_scores * n**2, color=ours, linewidth=2.2)
+    look = {"fontsize": 10, "clip_on": True}
+    under = {"color": ours, "ha": "left", "va": "top"} | look
+    line = "computing, at the speed\nof the largest step"
+    axes.text(1600, 0.85 * of_scores * 1600**2, line, **under)
+    above = {"ha": "right", "va": "bottom"} | look
+    for name, link, provider, where in (
+        (joined, bandwidth, "PyTorch", 1500),
+        ("network card", NETWORK, "network", 5000),
+    ):
+        hue, of_bytes = lab.colour(provider), 1e3 * 2 * 2 * HEADS * HEAD_DIM / link
+        axes.plot(n, of_bytes * n, color=hue, linewidth=2.2)
+        axes.text(where, 1.1 * of_bytes * where, name, color=hue, **above)
+        meet = hidden_from("forward", link)
+        if n[0] < meet < n[1]:
+            axes.plot(meet, of_bytes * meet, color=ink, marker="o", markersize=7)
+            place = 0.93 * meet, 1.15 * of_bytes * meet
+            axes.text(*place, f"{about(meet):,.0f}", color=ink, **above)
+    timed_steps = [(row["tokens of a part"], row["step, forward, ms"]) for row in rows]
+    cross = {"color": ours, "marker": "x", "markersize": 8, "markeredgewidth": 2}
+    axes.plot(*zip(*timed_steps, strict=True), linestyle="none", **cross)
+    shortest, took = timed_steps[0]
+    axes.text(0.93 * shortest, 1.4 * took, "steps, timed", **under | {"va": "bottom"})
+    axes.set(xscale="log", yscale="log", xlim=n)
+    if not TINY:
+        axes.set(ylim=(0.004, 20))
+    axes.set_xticks(PARTS, [f"{part:,}" for part in PARTS])
+    axes.set_yticks([0.01, 0.1, 1, 10], ["0.01", "0.1", "1", "10"])
+    axes.minorticks_off()
+    axes.set(xlabel="tokens per rank", ylabel="milliseconds")
+
+
+def of_crossing(rows):
+    return (
+        "Logarithmic axes. The time of computing a step rises twice as steeply with the tokens per "
+        "rank as the times of its transfer, and meets that over "
+        f"{joined} at {about(hidden_from('forward', bandwidth)):,.0f} tokens and that over a "
+        f"network card at {about(hidden_from('forward', NETWORK)):,.0f}. Steps as timed: "
+        + ", ".join(
+            f"{row['step, forward, ms']:.2f} ms with {row['tokens of a part']:,} tokens"
+            for row in rows
         )
-    ]
-    if steps.rows and sent.rows
-    else [],
-    "Tokens per rank from which transfers hide, by the formula, with more than two ranks",
-)
+        + "."
+    )
+
+
+lab.draw(steps, "A forward step and the transfer beside it", of_crossing, crossing)
 
 # %%
 
 # Reading
-lab.read(
-    f"**Over a network card, parts must be at least {bandwidth / NETWORK:.0f} times as long as "
-    f"over {joined}**{', which connects the GPUs of a machine' if links else ''}."
-)
-
-# %%
-
-# Folded: What each step and each transfer took
 at_full_speed = {
     n: measured_step(largest, "step, forward") * (n / largest) ** 2 for n in PARTS
 }
 step_of = {row["tokens of a part"]: row["step, forward, ms"] for row in steps.rows}
 shown = [n for n in step_of if at_full_speed.get(n, 0) > 0.5 * step_of[n]]
+lab.together(
+    lab.read(
+        f"**Over a network card, parts must be at least {bandwidth / NETWORK:.0f} times as long as "
+        f"over {joined}.** The line of {joined} takes the {bandwidth / 1e9:.0f} GB/s that we "
+        f"measured, and that of the card the full {NETWORK / 1e9:.0f} GB/s of 400 Gb/s."
+    ),
+    lab.read(
+        "The crosses of short steps lie far above the line, perhaps because launching them takes "
+        "longer than their scores. Transfers can hide behind this too, but only because the step "
+        "itself is slow."
+    )
+    if len(shown) < len(step_of)
+    else None,
+)
+
+# %%
+# In the backward pass, a step does 2.5 times the FLOPs. With more than two ranks it sends three
+# times the bytes, because gradients in 32 bits travel with the keys and values. The factor 2 thus
+# becomes :math:`2 \cdot 3 / 2.5 = 2.4`.
+
+# %%
+
+# Reading
+lab.read(
+    f"By this factor and the speed of backward steps, {flops['backward'] / 1e12:.0f} TFLOP/s, the "
+    "transfers of the backward pass hide from "
+    f"{about(hidden_from('backward', bandwidth)):,.0f} tokens over {joined}, and from "
+    f"{about(hidden_from('backward', NETWORK)):,.0f} over a network card."
+)
+
+# %%
+
+# Folded: What each step and each transfer took
 always = all(measured_transfer(n) < step_of[n] for n in shown)
 too_long = [f"{n:,}" for n in shown if on_paper(n) > step_of[n]]
 lab.together(
+    lab.table(
+        [
+            {
+                "connection": name,
+                "B": f"{limit}{link / 1e9:.0f} GB/s",
+                f"forward, {speeds['forward']}": (
+                    f"{about(hidden_from('forward', link)):,.0f}"
+                ),
+                f"backward, {speeds['backward']}": (
+                    f"{about(hidden_from('backward', link)):,.0f}"
+                ),
+            }
+            for name, limit, link in (
+                (joined, "", bandwidth),
+                ("network card, 400 Gb/s", "at most ", NETWORK),
+            )
+        ]
+        if steps.rows and sent.rows
+        else [],
+        "Tokens per rank from which transfers hide, by the formula, with more than two ranks",
+    ),
     lab.table(
         [
             {
@@ -1886,7 +2000,6 @@ lab.together(
         f"{'every transfer' if always else 'some but not all transfers'} of the forward pass. A "
         "network card at full speed hides "
         + (f"none at {' and '.join(too_long)}." if too_long else "every one too.")
-        + " The shorter steps take far longer than their scores would, which may be their launch."
     ),
     lab.read(
         "The formula uses the speeds of the largest step and the largest transfer"
@@ -1979,10 +2092,10 @@ lab.together(
     ),
     lab.read(
         f"We have only {WORLD} GPUs, so we put larger rings together from the steps and transfers "
-        "that we measured. A step lasts as long as its computation, the transfer beside it or the "
-        "fixed cost of a step, whichever is longest. No rank is slow, and no transfer slows "
-        f"anything else. Eight GPUs get the measured speed of {joined}, and larger rings a network "
-        f"card's full {NETWORK / 1e9:.0f} GB/s:"
+        "that we measured. A step lasts as long as its computation, the transfer beside it or a "
+        f"fixed cost, taken from the calls on {short} tokens, whichever is longest. Eight GPUs get "
+        f"the measured speed of {joined}, and larger rings a network card's full "
+        f"{NETWORK / 1e9:.0f} GB/s:"
     ),
 )
 
@@ -2098,7 +2211,7 @@ lab.read(
 
 # %%
 
-# Reading
+# Folded: What does the simulation include, and how far is it off?
 slower = sum(measured_step(largest, f"step, {which}") for which in FACTORS) / sum(
     measured_step(largest, f"own, {which}") for which in FACTORS
 )
@@ -2109,22 +2222,6 @@ flat = (
     else {nan}
 )
 hides_from = round(hidden_from("backward", bandwidth), -2)
-lab.read(
-    f"**Over {joined}, hiding the transfers is not enough.** "
-    + (
-        f"{WORLD} GPUs reached only {percent('Kernel Book', first):.0f} % at a length at which, by "
-        "the formula, they hide. "
-        if first / WORLD > hides_from and percent("Kernel Book", first) < GOOD
-        else ""
-    )
-    + f"For {GOOD} %, eight simulated GPUs need {stretch:.1f} times the {hides_from:,.0f} tokens "
-    "per rank from which transfers hide, because a short step, timed with its launch, takes longer "
-    "per score."
-)
-
-# %%
-
-# Folded: What does the simulation include, and how far is it off?
 wide_of = {}  # by how many percent one GPU's time misses what was measured
 for n in PEER_LENGTHS:
     one_took = WORLD * speed.milliseconds_at("ideal", seqlen=n)
@@ -2160,8 +2257,14 @@ lab.together(
         f"The check on {WORLD} GPUs, in percent of linear scaling",
     ),
     lab.read(
+        "In the simulation, no rank is slow, and no transfer slows anything else. "
         f"The fixed cost of a step is what a ring over {short} tokens takes longer than one GPU, "
         "divided by its steps. The last gradients add to the total, because nothing hides them."
+    ),
+    lab.read(
+        f"Over {joined}, hiding the transfers is not enough. For {GOOD} %, eight simulated GPUs "
+        f"need {stretch:.1f} times the {hides_from:,.0f} tokens per rank from which transfers "
+        "hide, because a short step, timed with its launch, takes longer per score."
     ),
     lab.read(
         f"Beyond {largest:,} tokens, we let the times grow with the square of the length. For one "

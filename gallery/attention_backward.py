@@ -17,7 +17,7 @@ You will learn
 :doc:`/chapters/attention_fast` explains descriptors.
 """
 
-# sphinx_gallery_thumbnail_number = 5
+# sphinx_gallery_thumbnail_number = 6
 import math
 import statistics
 from functools import partial
@@ -146,24 +146,31 @@ nan = float("nan")
 found = {(row["length"], row["version"]): row for row in memory.rows}
 
 
-def needs(version, what):
-    """MiB that a version keeps, or that its backward pass allocates, at 16,384 tokens."""
-    return found.get((16384, version), {}).get(what, nan)
+def needs(version, what, seqlen=16384):
+    """MiB that a version keeps, or that its backward pass allocates."""
+    return found.get((seqlen, version), {}).get(what, nan)
 
 
 KEEPS, ALLOCATES = "kept, MiB", "peak in backward, MiB"
-in_all = {name: needs(name, KEEPS) + needs(name, ALLOCATES) for name in VERSIONS}
+in_all, growth = {}, {}
+for name in VERSIONS:
+    at_4096, in_all[name] = (
+        needs(name, KEEPS, n) + needs(name, ALLOCATES, n) for n in (4096, 16384)
+    )
+    growth[name] = in_all[name] / at_4096
+of_formula = [needs("standard attention", what) / 1024 for what in (KEEPS, ALLOCATES)]
 lab.together(
     lab.read(
-        f"For 16,384 tokens and 16 heads of head_dim 128, the formula keeps "
-        f"{needs('standard attention', KEEPS) / 1024:.0f} GiB for the backward pass, which then "
-        f"allocates another {needs('standard attention', ALLOCATES) / 1024:.0f} GiB."
+        f"For 16,384 tokens and 16 heads of head_dim 128, the formula keeps {of_formula[0]:.0f} "
+        f"GiB of weights for the backward pass, which then allocates another "
+        f"{of_formula[1]:.0f} GiB."
     ),
     lab.read(
-        f"We build two versions. **Two sweeps** need {in_all['two sweeps']:.0f} MiB. **One sweep** "
-        f"needs {in_all['one sweep'] - in_all['two sweeps']:.0f} MiB more, because it sums one "
-        f"gradient in float32. The figure leaves out the inputs and gradients, which every version "
-        f"needs:"
+        f"We build two versions that store no such matrix. They loop over the pairs of queries and "
+        f"keys twice or once, so we call them **two sweeps** and **one sweep**. Two sweeps need "
+        f"{in_all['two sweeps']:.0f} MiB. One sweep needs "
+        f"{in_all['one sweep'] - in_all['two sweeps']:.0f} MiB more, because it sums one gradient "
+        f"in float32. The figure leaves out the inputs and gradients, which every version needs:"
     ),
 )
 
@@ -229,12 +236,22 @@ lab.draw(
 )
 
 # %%
-# Our versions keep only the output and one number per query: ``lse``, the :term:`logsumexp` of the
-# query's scores. From ``lse``, ``q`` and ``k``, the backward pass computes the weights again.
+
+# Reading
+lab.read(
+    f"**With four times as many tokens, the formula needs {growth['standard attention']:.0f} times "
+    f"the memory,** because it stores a number for every pair. Our versions need only "
+    f"{growth['two sweeps']:.0f} times as much, because they store rows for tokens, and nothing "
+    f"for pairs. For the backward pass, they keep just the output and one number per query."
+)
+
+# %%
+# This number is ``lse``, the :term:`logsumexp` of the query's scores. From ``lse``, ``q`` and
+# ``k``, the backward pass computes the weights again.
 #
 # **The price is one matmul in five.** With scores :math:`S`, weights :math:`P` and output
-# :math:`O`, the forward pass is two matmuls, :math:`S = \sigma Q K^\top` and :math:`O = PV`. The
-# backward pass takes five: two gradients for each of these, and :math:`S` once more.
+# :math:`O`, the forward pass is two matmuls, :math:`S = \sigma Q K^\top` and :math:`O = PV`. Each
+# has two inputs, so their gradients take four matmuls, and computing :math:`S` again is the fifth.
 #
 # The mathematics
 # ---------------
@@ -242,13 +259,13 @@ lab.draw(
 # The gradient of softmax needs whole rows of weights, but a kernel sees only one tile of them at a
 # time. Fortunately, one number per query can replace the row.
 #
-# **An example.** One query sees three keys with weights 0.5, 0.3 and 0.2, and head_dim is 1. The
-# values are 4, 1 and 1, so the output is their weighted mean, 2.5. If the gradient of the output is
-# 1, the gradient of each weight is the value it multiplies.
+# **An example.** One query sees three keys with weights 0.5, 0.3 and 0.2. With a head_dim of 1, let
+# their values be 4, 1 and 1. The output is the weighted mean of the values, 2.5.
 #
-# However, the weights sum to 1, so one can grow only if others shrink. A higher score therefore
-# raises the output only if its value is *above the mean*. The gradient of a score is its weight
-# times the excess of its value over 2.5:
+# What happens to the output if one score rises? Its weight grows, and the others shrink, because
+# the weights sum to 1. The output therefore moves towards the value of that key, and rises only if
+# this value is *above the mean*. The gradient of a score is its weight times the excess of its
+# value over 2.5:
 
 
 weights, values = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([4.0, 1.0, 1.0])
@@ -284,8 +301,55 @@ first_two, last = (
 lab.read(f"Autograd and this rule both give {first_two} and {last}.")
 
 # %%
-# The mean, 2.5, is the *output*, here multiplied by a gradient of 1. The forward pass has left it
-# in memory, so we need no sum over the keys. In general:
+# In the drawing, each of them is an *area*, as wide as the weight and as high as the excess. The
+# areas above and below the mean cancel, because no weight changes if all scores rise by the same
+# amount:
+
+
+# Drawing
+def areas(axes):
+    """The gradient of each score, as its weight times the excess of its value."""
+    grey, left = lab.colour("matmul"), 0.0
+    mean = (weights * values).sum().item()
+    for number, (weight, value) in enumerate(
+        zip(weights.tolist(), values.tolist(), strict=True), 1
+    ):
+        ink = lab.colour("Kernel Book" if value > mean else "PyTorch")
+        box = (left, min(value, mean)), weight, abs(value - mean)
+        axes.add_patch(Rectangle(*box, fc=ink, alpha=0.15))
+        axes.add_patch(Rectangle(*box, fill=False, ec=ink, lw=1.5))
+        at, area = left + weight / 2, weight * (value - mean)
+        words = {"ha": "center", "va": "center", "fontsize": 10}
+        said = f"{area:+.2f}".replace("-", "−")
+        axes.text(at, (value + mean) / 2, said, **(words | {"fontsize": 12}))
+        axes.text(
+            at, 0.72, f"key {number}\nweight {weight:.1f}", **(words | {"va": "top"})
+        )
+        left += weight
+    axes.axhline(mean, color=grey, linestyle="--", linewidth=1)
+    ticks = {f"value {x:.0f}": x for x in sorted({*values.tolist()})}
+    ticks[f"mean {mean}"] = mean
+    axes.set_yticks(list(ticks.values()), list(ticks))
+    axes.tick_params(axis="y", length=0)
+    axes.set(xlim=(-0.02, 1.02), ylim=(0, 4.3), xticks=[])
+    axes.spines[:].set_visible(False)
+    axes.grid(visible=False)
+
+
+lab.sketch(
+    "The gradient of a score is an area",
+    "Three boxes side by side, as wide as the weights of the keys. A dashed line marks the mean of "
+    "the values. The box of key 1 reaches from it up to 4, and those of keys 2 and 3 reach down "
+    "to 1. Their areas, counted as negative below the line, are the gradients: "
+    + ", ".join(f"{x:.2f}" for x in by_hand.tolist())
+    + ".",
+    areas,
+    height=2.9,
+)
+
+# %%
+# The mean, 2.5, is the *output*, and the forward pass has left it in memory. So we need no sum over
+# the keys. In general:
 #
 # *Step 1: the last matmul.* From :math:`O = PV` we get :math:`dV = P^\top dO` and :math:`dP = dO\,
 # V^\top`.
@@ -301,9 +365,10 @@ lab.read(f"Autograd and this rule both give {first_two} and {last}.")
 #
 #    ds = J\, dp = p \circ (dp - \delta), \qquad \delta = p^\top dp
 #
-# The circle denotes the elementwise product, and :math:`\delta` is the weighted mean of :math:`dp`,
-# 2.5 in the example. It is a sum over *all* keys, so a kernel would have to loop over them twice,
-# once for :math:`\delta` and again for :math:`ds`.
+# The circle denotes the elementwise product. In the example, the gradient of the output is 1, so
+# :math:`dp` is the values, and their weighted mean :math:`\delta` is 2.5. It is a sum over *all*
+# keys, so a kernel would have to loop over them twice, once for :math:`\delta` and again for
+# :math:`ds`.
 #
 # *Step 4: the mean without P.* Substitute :math:`dp` and swap the two sums:
 #
@@ -473,8 +538,8 @@ lab.together(
 #    :class: kb-key
 #
 #    The gradient of a *query* is a sum over keys; the gradients of a *key* and its value are sums
-#    over queries. If each pair of tiles is processed only once, programs must share at least one of
-#    these sums, because a pair adds both to its queries and to its keys.
+#    over queries. A pair of tiles adds to both, so programs that process each pair only once must
+#    share one of these sums.
 #
 # **Two sweeps.** In the first sweep, a program owns a tile of keys, loops over tiles of queries,
 # and keeps ``dk`` and ``dv`` in :term:`registers <register>`, since no other program adds to them.
@@ -484,8 +549,8 @@ lab.together(
 #
 # .. animation:: two_sweeps
 #
-# The price is that :math:`S` and :math:`dP` are computed twice: each tile takes seven matmuls
-# instead of five, 105 in the picture where 75 would do.
+# The price is that :math:`S` and :math:`dP` are computed twice, so each tile takes seven matmuls
+# instead of five.
 #
 # **One sweep.** A program owns a tile of keys and computes all three gradients. As before, ``dk``
 # and ``dv`` stay in registers, but the program *adds* its share of ``dq`` *in memory*, tile by
@@ -497,15 +562,15 @@ lab.together(
 #          which is in memory in float32, in any order.
 #
 # This takes only five matmuls per tile. However, the additions have to be :term:`atomic` and happen
-# in no fixed order, so the last bits of ``dq`` differ between runs. Which is faster, two extra
+# in no fixed order, so the last bits of ``dq`` can differ between runs. Which is faster, two extra
 # matmuls or a shared sum? We build both.
 #
 # The kernels
 # -----------
 #
-# In a kernel, each formula becomes one line. We keep the first sweep as small as possible: one head
-# in float32, a causal mask, and a length ``n`` that the tiles divide evenly. The forward pass
-# supplies ``lse``, and step 4 gives ``delta`` before either sweep starts.
+# We keep the first sweep as small as possible: one head in float32, a causal mask, and a length
+# ``n`` that the tiles divide evenly. The forward pass supplies ``lse``, and step 4 gives ``delta``
+# before either sweep starts.
 #
 # **1. Load.** A program owns ``BLOCK_N`` keys, starting at ``first_key``. It loads their ``k`` and
 # ``v`` once, from the offsets ``own``, and sets their gradients to zero. The scale of the scores is
@@ -576,9 +641,9 @@ lab.source(smallest.dkdv_kernel, "sweep", "write")
 
 # %%
 # **4. Process one tile.** For ``BLOCK_M`` queries from ``start`` on, ``add_queries`` loads the rows
-# of ``q`` and ``do`` together with ``lse`` and ``delta``, and computes the weights by step 6. The
-# suffix ``_t`` stands for *transposed*: keys are rows, as in :math:`P^\top` and :math:`dS^\top` of
-# steps 1 and 5. ``"ieee"`` asks for full float32, which Triton would otherwise round to
+# of ``q`` and ``do`` with ``lse`` and ``delta``, and computes the weights by step 6. They are
+# *transposed*, hence the suffix ``_t``, because :math:`dV` and :math:`dK` take :math:`P^\top` and
+# :math:`dS^\top`. ``"ieee"`` asks for full float32, which Triton would otherwise round to
 # :term:`TF32` for the :term:`matrix unit`:
 
 lab.source(smallest.add_queries, "queries", "weights")
@@ -795,11 +860,12 @@ lab.read(
 
 # %%
 # **One sweep** is the first sweep with a fifth matmul, :math:`dQ = dS\, K`, at the end of its loop.
-# This matmul takes :math:`dS` with queries as rows, so ``ds_t`` is transposed after all. Through a
-# :term:`descriptor`, a single instruction then adds the whole tile to the sums in memory.
+# For this matmul, ``ds_t`` is transposed back. The product is added to sums in memory, where a
+# :term:`descriptor` lets a single instruction add the whole tile.
 #
-# In these lines of the package, ``row`` numbers the head, each head has ``padded_q`` rows, and
-# ``start_m`` is the tile's first query. The host scales ``dq`` at the end:
+# These lines are from the package, whose sums hold all heads, one below the other. The sums of head
+# number ``row`` begin at ``row * padded_q``, and the tile's first query is ``start_m``. Here, ``k``
+# is not scaled, so the host, which sets the sums to zero before the launch, scales them after it:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/backward.py
 #    :language: python
@@ -887,8 +953,8 @@ lab.read(
 # Is it right?
 # ------------
 #
-# The error of a gradient against float64 may be at most twice that of the formula in the same
-# dtype, or eight times in float32; the fold at the end of the section says why.
+# We compare each gradient with float64. Its error may be at most twice that of the formula in the
+# same dtype, or eight times in float32 (the fold at the end of the section says why).
 
 
 # Measuring
@@ -1012,11 +1078,10 @@ used, used_there = (
     for found in (first, [*second, *third])
 )
 lab.read(
-    f"With and without a mask, both versions pass all {len(first)} checks in three dtypes {where}, "
-    f"using at most {used:.2f} of the allowed error. They also pass all "
-    f"{len(second) + len(third)} checks of awkward cases, using at most {used_there:.2f} of it. "
-    f"Among these are lengths that no tile divides, heads that share keys, queries that see no "
-    f"key, and a gradient for `lse`."
+    f"All {len(first) + len(second) + len(third)} checks pass {where}, in three dtypes, the worst "
+    f"with {max(used, used_there):.2f} of the allowed error. Among them are awkward cases: lengths "
+    f"that no tile divides, heads that share keys, queries that see no key, and a gradient for "
+    f"`lse`."
 )
 
 # %%
@@ -1128,12 +1193,12 @@ in_first, in_second = (
     for sweep in ("dk and dv", "dq")
 )
 lab.read(
-    (
-        f"Both sweeps visit {in_first}"
+    ("In Triton's interpreter, " if runtime.INTERPRETED else "Here, ")
+    + (
+        f"both sweeps visit {in_first}"
         if in_first == in_second
-        else f"The first sweep visits {in_first}, and the second {in_second}"
+        else f"the first sweep visits {in_first}, and the second {in_second}"
     )
-    + (" in Triton's interpreter" if runtime.INTERPRETED else "")
     + ", exactly those in which some query sees a key."
 )
 
@@ -1290,17 +1355,19 @@ gain = [
 at_best = machine.rows[0] if machine.rows else {}
 intensity = 5 * 2 * 1024 * 1024 * 128 / (8 * 1024 * 128 * 2)
 lab.read(
-    f"**Arithmetic sets the limit.** If each input is read once and each gradient written once, "
-    f"the backward pass performs {intensity:.0f} floating-point operations (FLOPs) per byte at "
-    f"1,024 tokens, or half of that under a causal mask. The GPU can execute only "
-    f"{at_best.get('FLOPs per byte', nan):.0f} while it moves one byte."
+    f"**Arithmetic sets the limit.** While the GPU moves one byte, it can execute "
+    f"{at_best.get('FLOPs per byte', nan):.0f} floating-point operations (FLOPs). At only 1,024 "
+    f"tokens and under a causal mask, the backward pass already has {intensity / 2:.0f} to do per "
+    f"byte, if each input is read once and each gradient written once. Programs read the same "
+    f"tiles many times, but most of these reads may be served by the L2 cache."
 )
 
 # %%
 # In the figure, 100 is therefore the :term:`limit` of arithmetic, the speed of multiplying two
 # matrices of 8,192 by 8,192. We time only the backward pass and credit every version with five
 # matmuls, or half of that under a causal mask. Two sweeps execute seven, so they can reach at most
-# :math:`5/7`. *Tiled PyTorch* is the loop over tiles from above, in tiles of 512 by 512:
+# the dotted line at :math:`5/7`. *Tiled PyTorch* is the loop over tiles from above, in tiles of 512
+# by 512:
 
 
 # Drawing
@@ -1339,10 +1406,10 @@ def speed_bars(axes, rows):
             axes.text(value + 1, place, f"{value:.0f}", va="center", fontsize=10)
             ticks[place] = name
         place += 1.3
-    for at, words in ((500 / 7, "5/7"), (100, "matmul")):
-        style = "--" if at == 100 else ":"
+    for at, words in ((500 / 7, "most for two sweeps, 5/7"), (100, "matmul")):
+        style, side = ("--", "center") if at == 100 else (":", "right")
         axes.axvline(at, color=grey, linestyle=style, linewidth=1)
-        axes.text(at, -1.0, words, fontsize=10, color=grey, ha="center")
+        axes.text(at, -1.0, words, fontsize=10, color=grey, ha=side)
     axes.set_yticks(list(ticks), list(ticks.values()))
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", visible=False)
@@ -1371,12 +1438,13 @@ lab.draw(
 # Reading
 lab.read(
     (
-        "**In plain Triton, two sweeps win,** although they execute two more matmuls per tile. "
+        "**In plain Triton, two sweeps win.** "
         if min(gain) > 1.01
         else "**Two sweeps do not always win.** "
     )
     + f"They are {gain[0]:.2f} times as fast as one sweep without a mask, and {gain[1]:.2f} times "
-    f"under a causal mask."
+    f"under a causal mask. If we count all seven matmuls, they run at "
+    f"{share['Kernel Book', 'full'] * 7 / 5:.0f} % of the limit without a mask."
 )
 
 # %%
@@ -1420,8 +1488,9 @@ skipping = ladder.milliseconds_at("all tiles", mask="causal")
 skipping /= ladder.milliseconds_at("Kernel Book", mask="causal")
 
 lab.read(
-    f"**Skip the tiles that no query sees.** Under a causal mask, two sweeps take {skipping:.2f} "
-    f"times as long if they visit every tile."
+    f"**Skipping tiles pays.** Under a causal mask, almost half of the tiles lie above the "
+    f"diagonal. Two sweeps that visit them too take {skipping:.2f} times as long, although we "
+    f"spare them the mask (and so get wrong gradients)."
 )
 
 # %%
@@ -1441,29 +1510,22 @@ compiled, full = (share[name, "full"] for name in ("torch.compile", "Kernel Book
 agree = near.get(twin, nan) < 0.02 and 2 * share["torch.compile", "causal"] < min(
     compiled, share["Kernel Book", "causal"]
 )
-lab.together(
-    lab.read(
-        (
-            "**Without a mask, the compiled formula beats both versions.** "
-            if compiled > 1.01 * full
-            else ""
-        )
-        + "Where `torch.compile` recognises attention, it calls PyTorch's fused attention instead, "
-        "`scaled_dot_product_attention` (SDPA). "
-        + (
-            f"The times agree with this: {by_compiler['full']:.2f} ms for the compiled formula, "
-            f"and {took[twin, 'full']:.2f} ms for {twin}."
-            if agree
-            else ""
-        )
-    ),
-    lab.read(
-        f"Under a causal mask, the compiled formula takes "
-        f"{by_compiler['causal'] / took[twin, 'causal']:.1f} times as long as {twin}. Apparently, "
-        f"the compiler does not recognise the formula with a mask."
+lab.read(
+    (
+        "**Without a mask, the compiled formula beats both versions.** "
+        if compiled > 1.01 * full
+        else ""
     )
-    if agree
-    else None,
+    + "Where `torch.compile` recognises attention, it calls PyTorch's fused attention instead, "
+    "`scaled_dot_product_attention` (SDPA). "
+    + (
+        f"The times agree with this: {by_compiler['full']:.2f} ms for the compiled formula, and "
+        f"{took[twin, 'full']:.2f} ms for {twin}. Under a causal mask, the compiled "
+        f"formula takes {by_compiler['causal'] / took[twin, 'causal']:.1f} times as long as "
+        f"{twin}, so the compiler seems not to recognise our way of masking."
+        if agree
+        else ""
+    )
 )
 
 # %%
@@ -1531,7 +1593,7 @@ lab.read(
         if losses
         else ""
     )
-    + (f"At every point, they beat {listed}." if slower_ones else "")
+    + (f"They beat {listed} everywhere." if slower_ones else "")
     + (
         " FlashAttention is absent from this run; the notes under the figures say why."
         if "FlashAttention" in backward.skipped
@@ -1581,9 +1643,9 @@ fixed_wins = not unlike.get(FIXED, 1) and speed[FIXED] > 1.01 * max(
 steady = [n for n in LIBRARIES if unlike.get(n) == 0]
 lab.read(
     f"**Libraries can repeat their bits too.** {' and '.join([*steady, 'FlashAttention'])} in its "
-    f"deterministic mode returned the same `dq` in all 20 runs (4,096 tokens, causal). In this "
-    f"mode, FlashAttention is {speed[FIXED] / speed['Kernel Book']:.2f} times as fast as two "
-    f"sweeps, timed in the same loop."
+    f"deterministic mode returned the same `dq` in all 20 runs (4,096 tokens, causal). Even in "
+    f"this mode, FlashAttention is {speed[FIXED] / speed['Kernel Book']:.2f} times as fast as two "
+    f"sweeps."
     if fixed_wins
     else "**Which libraries give the same bits in every run?** The table below shows it."
 )
@@ -1633,10 +1695,10 @@ lab.together(
 # Why one sweep loses here
 # ------------------------
 #
-# One sweep executes fewer matmuls and yet takes longer. To see where the time goes, we run ``dk``
-# and ``dv`` alone, with the settings of each version. What a full run of one sweep takes beyond
-# that, we count as ``dq``. If ``dq`` cost only a fifth matmul, as fast as the other four, one sweep
-# would end at the dashed line:
+# One sweep executes fewer matmuls and yet takes longer. Where does the time go? For two sweeps, we
+# time each of the two. For one sweep, we time ``dk`` and ``dv`` alone and count the rest of a full
+# run as ``dq``. One sweep would end at the dashed line if ``dq`` cost just one more matmul, as fast
+# as the other four:
 
 
 # Measuring
@@ -1831,23 +1893,17 @@ lab.draw(
 lost = whole - two - saved
 lab.read(
     f"**{'Most of the loss is' if 2 * (adding - saved) > lost else 'Part of the loss is'} in dq.** "
-    f"One sweep spends {adding:.1f} ms on it, and the second of two sweeps {saved:.1f}. The "
-    f"difference is {adding - saved:.1f} of the {lost:.1f} ms that one sweep loses."
+    f"One sweep spends {adding - saved:.1f} ms more on it than two sweeps, and loses {lost:.1f} ms "
+    f"in all."
 )
 
 # %%
 
 # Reading
 lab.read(
-    f"**The fifth matmul is not the reason.** With that matmul alone, one sweep would take "
-    f"{at_once:.1f} ms, against {two + saved:.1f} for two sweeps. However, it also transposes "
-    f"`ds_t` and adds `dq` in memory"
-    + (
-        ". Compiled for a causal mask, it is also the only kernel in the table folded below that "
-        "spills registers."
-        if spilling == ["head_dim 128, one sweep"]
-        else "."
-    )
+    f"**One more matmul does not explain it.** With that matmul alone, one sweep would take about "
+    f"{at_once:.1f} ms, against {two + saved:.1f} for two sweeps. However, one sweep also "
+    f"transposes `ds_t`, adds `dq` in memory, and has to clear the sums first and scale them last."
     if adding > 2 * fifth
     else f"The fifth matmul and the additions take {adding:.1f} ms."
 )
@@ -1855,18 +1911,24 @@ lab.read(
 # %%
 
 # Reading
-lab.read(
-    f"**The bytes that it adds are not the whole reason.** At head_dim 64, with twice the heads, "
-    f"one sweep executes as many FLOPs. It adds {gigabytes[64]:.0f} GB to `dq` instead of "
-    f"{gigabytes[128]:.0f}, and yet it takes only {swept_in[64] / swept_in[128]:.2f} of the time. "
-    + (
-        f"There, {small:.0f} programs fit on an SM instead of {large:.0f}, so one may multiply "
-        f"while another adds, and nothing spills. Either may help; our runs do not separate them."
-        if small > large and "head_dim 64, one sweep" not in spilling
-        else "Our runs do not tell why."
+more_bytes = gigabytes[64] / gigabytes[128]
+as_many = "twice as many" if more_bytes == 2 else f"{more_bytes:.1f} times as many"
+lab.together(
+    lab.read(
+        f"**Nor do the added bytes alone.** With head_dim 64 and twice the heads, one sweep "
+        f"executes as many FLOPs and, in tiles of fewer keys, adds {as_many} bytes. Yet it takes "
+        f"only {swept_in[64] / swept_in[128]:.2f} of the time."
+        if gigabytes[64] > gigabytes[128] and swept_in[64] < swept_in[128]
+        else f"One sweep adds {gigabytes[128]:.0f} GB to `dq` in {swept_in[128]:.1f} ms."
+    ),
+    lab.read(
+        f"**Two differences may matter.** With head_dim 64, {small:.0f} programs fit on an SM, so "
+        f"one may multiply while another adds; with head_dim 128, only one fits. The kernel for "
+        f"128 also spills registers to memory (the fold below counts them, for a causal mask). Our "
+        f"runs do not separate the two."
     )
-    if gigabytes[64] > gigabytes[128] and swept_in[64] < swept_in[128]
-    else f"One sweep adds {gigabytes[128]:.0f} GB to `dq` in {swept_in[128]:.1f} ms."
+    if small > large == 1 and spilling == ["head_dim 128, one sweep"]
+    else None,
 )
 
 # %%
@@ -1874,9 +1936,9 @@ lab.read(
 # Reading
 wider = keys_at_once["all"] / keys_at_once["dkdv"] if tile_of else nan
 lab.read(
-    f"**The rest is in dk and dv.** The same kernel computes them in {one:.1f} instead of "
-    f"{two:.1f} ms, because its settings differ. One sweep takes {keys_at_once['all']} keys per "
-    f"tile instead of {keys_at_once['dkdv']}, which halves its additions to `dq`."
+    f"**The rest is in dk and dv.** One sweep takes {keys_at_once['all']} keys per tile instead of "
+    f"{keys_at_once['dkdv']}, which halves its additions to `dq`. With the settings chosen for "
+    f"this, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}."
     if tile_of and one > two and wider == 2
     else f"In the tiles of one sweep, `dk` and `dv` take {one:.1f} ms instead of {two:.1f}."
 )
@@ -2075,10 +2137,20 @@ lab.table(rows, "Errors, as shares of the largest element, float32")
 
 # Reading
 assert found_by["dk"] == list(MISTAKES[1:])
-lab.read(
-    f"Only a test of `dk` finds all of them: `dq` shows {len(found_by['dq'])} of the "
-    f"{len(MISTAKES) - 1}, and `dv` {len(found_by['dv'])}. With `scale=1`, even `dk` would hide "
-    f"the last."
+lse = (q.shape[-1] ** -0.5 * q.double() @ k.double().mT).logsumexp(-1)
+apart = torch.finfo(torch.bfloat16).eps * 2 ** math.floor(math.log2(lse.mean()))
+lab.together(
+    lab.read(
+        f"Only a test of `dk` finds all of them: `dq` shows {len(found_by['dq'])} of the "
+        f"{len(MISTAKES) - 1}, and `dv` {len(found_by['dv'])}. With `scale=1`, even `dk` would "
+        f"hide the last."
+    ),
+    lab.read(
+        f"**Why does `lse` need float32?** It is {lse.mean():.1f} on average here, where "
+        f"neighbouring bfloat16 numbers lie {apart:.3f} apart. Rounding moves it by up to half of "
+        f"that, and an error of {apart / 2:.3f} in an exponent changes a weight by "
+        f"{100 * math.expm1(apart / 2):.1f} %."
+    ),
 )
 
 # %%
@@ -2123,8 +2195,8 @@ lab.read(
 # The weights need not be stored. One number per query, ``lse``, brings them back, and another,
 # ``delta``, replaces the sum over all keys.
 #
-# Two sweeps give each sum its own program and thus the same bits in every run. The price is seven
-# matmuls instead of five.
+# Two sweeps give each sum its own program and thus the same bits in every run, at the price of
+# computing two of five matmuls twice.
 
 # Reading
 lab.read(

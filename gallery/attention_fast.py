@@ -109,7 +109,8 @@ lab.read(
     "**Memory.** The tiles may arrive too late. "
     + (
         f"If every byte came from HBM, the memory outside the chip, at the speed of a copy, "
-        f"attention could not exceed {from_hbm:.0f} TFLOP/s. "
+        f"attention could not exceed {from_hbm:.0f} TFLOP/s, {100 * from_hbm / matmul_speed:.0f} % "
+        f"of the speed of a matmul. "
         + (
             f"Without a mask, the finished kernel will reach {will_reach:.0f}, so the L2 cache "
             f"must serve some of the loads."
@@ -149,8 +150,8 @@ lab.together(bytes_counted, from_l2, why_queries)
 # %%
 # **Exponentials.** For head_dim :math:`D`, each score costs :math:`4 D` operations in the two
 # matmuls and one exponential. Per cycle, an :term:`SM` of a Hopper GPU executes 4,096 such
-# operations, but only 16 exponentials. At head_dim 128, the exponential therefore takes half as
-# long as the matmuls.
+# operations, but only 16 exponentials. At head_dim 128, the matmuls of a score therefore take 512 /
+# 4,096 = 1/8 of a cycle, and its exponential takes 1/16, half as long.
 #
 # If all :term:`warps <warp>` of an SM alternate between the two in step, the tensor cores work for
 # at most two thirds of the time. A second program can fill the rest:
@@ -213,9 +214,8 @@ lab.sketch(
 #    :class: kb-key
 #
 #    A second program on an SM can use the tensor cores while the first computes exponentials or
-#    waits. The first of our six changes makes room for it. The next three make it pay, because they
-#    save registers or remove waits. The fifth saves other work, and the sixth leaves fewer SMs idle
-#    at the end.
+#    waits. The first of our six changes makes room for it, and the next three make it pay, because
+#    they save registers or remove waits.
 
 # %%
 # The loop
@@ -758,14 +758,14 @@ steps_up = {
 
 # Reading
 lab.read(
-    "Two steps are odd. Rung 1 "
-    + (
-        "gains nothing"
-        if abs(steps_up["two programs"]) < CHANCE
-        else f"loses {-100 * steps_up['two programs']:.0f} %"
+    (
+        "Rungs 1 and 2 gain nothing, although one makes room for a second program and the other "
+        "saves registers. "
+        if max(abs(steps_up[name]) for name in ("two programs", "descriptors")) < CHANCE
+        else "Rung 1 gains nothing, although it makes room for a second program. "
     )
-    + ", although it makes room for a second program. Rung 4, the largest step, only takes the "
-    "same maximum in another way. Waits will explain rung 4, and may explain rung 1."
+    + "Rung 4, the largest step, only takes the same maximum in another way. Waits will explain "
+    "rung 4, and may be why the first rungs gain nothing."
     if steps_up["two programs"] < CHANCE
     and max(steps_up, key=steps_up.get) == "two-step maximum"
     else "We take the six changes one by one."
@@ -969,8 +969,15 @@ lab.sketch(
 # and two programs fit into the 227 KiB of an SM.
 #
 # **Registers** hold ``acc`` and the scores. Two programs of 8 warps have 512 threads, which leaves
-# each thread 128 of the SM's 65,536 registers. We set this limit with ``maxnreg``, an option of the
-# launch. Values that do not fit :term:`spill <spill>` to memory.
+# each thread 128 of the SM's 65,536 registers (256 KiB). Values that do not fit :term:`spill
+# <spill>` to memory.
+#
+# Rung 1 is therefore only two options of the launch, where the start has ``num_stages=3`` and no
+# limit:
+#
+# .. code-block:: python
+#
+#    kernel[grid](*arguments, num_warps=8, num_stages=2, maxnreg=128)
 
 
 # Measuring
@@ -1056,13 +1063,15 @@ lab.read(
 
 # Reading
 lab.read(
-    f"**The second program is worth at least the step from {of_matmul(faster_half)} to "
-    f"{of_matmul('two programs')}**, because this step also pays for "
-    + (
-        "the lost stage. "
+    (
+        "Unlike the third row, the last has a second program, and one stage less, which by itself "
+        "costs speed. "
         if faster_half == "register limit alone"
-        else "the register limit. "
+        else "Unlike the second row, the last has a second program, and a register limit, which by "
+        "itself costs speed. "
     )
+    + f"So **the second program is worth at least the step from {of_matmul(faster_half)} to "
+    f"{of_matmul('two programs')}**. "
     + (
         "But it only wins back what making room costs. The next three rungs lower that cost."
         if early
@@ -1228,11 +1237,12 @@ stays = (
 )
 measured(
     "descriptors",
-    f"Nothing spills any more. Without the limit, a thread would now use "
-    f"{compiled_to('descriptors, no limit', 'registers')} registers instead of "
-    f"{compiled_to('two stages alone', 'registers')}, and the code would wait "
-    f"{compiled_to('descriptors, no limit', 'waits for them')} times. But the limit is 128, so all "
-    f"{compiled_to('descriptors', 'waits for them')} waits remain."
+    f"Nothing spills any more, but 128 registers are still too few: without the limit, a thread "
+    f"uses {compiled_to('descriptors, no limit', 'registers')} "
+    f"({compiled_to('two stages alone', 'registers')} before), and "
+    f"{compiled_to('descriptors, no limit', 'waits for them')} waits replace the "
+    f"{compiled_to('descriptors', 'waits for them')}. Was the change useless? We take it back at "
+    f"the end to see."
     if stays and compiled_to("descriptors", "spills") == 0
     else f"Spills go from {compiled_to('two programs', 'spills')} to "
     f"{compiled_to('descriptors', 'spills')}. The code waits {waits_of('descriptors')}. ",
@@ -1268,13 +1278,37 @@ measured(
 # %%
 # Rung 3: scores one iteration ahead
 # ----------------------------------
+
+# Reading
+of_first = {seen[name]["reason"] for name in ("two programs", "descriptors") if seen}
+lab.read(
+    "Why does rung 2 still wait? "
+    + (
+        f"The assembler, asked as in rung 4, answers “{next(iter(of_first))}”. "
+        if len(of_first) == 1
+        else "Its registers are too few. "
+    )
+    + "What fills the registers?"
+)
+
+# %%
+# Triton's intermediate code, the *TTGIR* (``compiled.asm["ttgir"]``), shows the order that Triton
+# asks for in an iteration of rung 2, and the one that we want:
 #
-# Rung 2 still waits because registers are too few. What fills them? Triton hands over the next ``q
-# kᵀ`` before ``p v`` has ended, and would wait for both together. This takes registers for three
-# tiles at once: ``acc``, the weights ``p``, and the new scores.
+# .. code-block:: text
 #
-# If Triton waited for ``p v`` first, the scores could take the registers of the weights. While this
-# program waits, the other can use the tensor cores:
+#    rung 2            rung 3
+#
+#    tl.dot(q, k.T)    exponentials
+#    wait for both     tl.dot(p, v)
+#    exponentials      wait
+#    tl.dot(p, v)      tl.dot(q, k_next.T)
+#                      wait
+#
+# In rung 2, ``p v`` runs on into the next iteration, and one wait serves both matmuls (the second
+# wait of a loop is for the last ``p v``, after the loop). So three tiles need registers at once:
+# ``acc``, the weights ``p``, and the new scores. In rung 3, ``p v`` ends first, so the scores can
+# take the registers of the weights:
 
 
 # Drawing
@@ -1320,8 +1354,8 @@ lab.sketch(
 # %%
 # The rest of the 128 must hold everything else, such as maxima and sums.
 #
-# How do we make Triton wait for ``p v`` first? Each iteration now ends with the scores of the
-# *next* tile, and the last tile is finished after the loops:
+# To get this order, we let each iteration end with the scores of the *next* tile, and finish the
+# last tile after the loops:
 #
 # .. code-block:: python
 #
@@ -1331,6 +1365,9 @@ lab.sketch(
 #        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
 #        k = _tile(k_head, start_n + BLOCK_N)
 #        qk = tl.dot(q, k.T)
+#
+# FlashAttention-3 also computes scores ahead, but in order to run exponentials during its own
+# matmuls. Here, the second program does that.
 
 
 # Drawing
@@ -1340,11 +1377,8 @@ still_waits = all(
 )
 measured(
     "one iteration ahead",
-    f"Without the limit, a thread would use "
-    f"{compiled_to('one iteration ahead, no limit', 'registers')} registers instead of "
-    f"{compiled_to('descriptors, no limit', 'registers')}. But the code still waits after each "
-    f"matmul instruction, so why it is faster is open. The waits now have another cause, which "
-    f"rung 4 removes."
+    "The code still waits after each matmul instruction, so why it is faster is open. But the "
+    "waits now have another cause, which rung 4 removes."
     if still_waits
     else "We did not isolate what gains speed here.",
 )
@@ -1353,7 +1387,7 @@ measured(
 # Rung 4: the maximum in two steps
 # --------------------------------
 #
-# Why does rung 3 still wait? Its loop carries two versions of ``acc``, and Triton copies one to the
+# Why does rung 3 still wait? One loop carries two versions of ``acc``, and Triton copies one to the
 # other while ``p v`` is still writing it. The assembler makes this safe with a wait after each
 # instruction:
 #
@@ -1407,17 +1441,11 @@ as_printed(
 
 # Reading
 free = "one iteration ahead, no limit"
-of_first = {seen[name]["reason"] for name in ("two programs", "descriptors") if seen}
 lab.read(
     "In plain words: something reads the accumulator, `acc`, while a matmul (`wgmma`) may still be "
     "writing it, so every matmul of the kernel has to wait. "
     + (
-        f"For rungs 1 and 2, ptxas gave another reason: “{of_first.pop()}”. "
-        if len(of_first) == 1
-        else ""
-    )
-    + (
-        "Rung 3 would wait just as often if it had more registers."
+        "Registers are no longer the reason: with more of them, rung 3 would wait just as often."
         if compiled_to(free, "waits for them")
         == compiled_to(free, "matmul instructions")
         else ""
@@ -1425,15 +1453,14 @@ lab.read(
 )
 
 # %%
-# Where does the second ``acc`` come from? A *layout* says which thread holds which elements, and
-# ``acc * alpha`` needs both in one layout. But ``alpha`` has the layout of the scores, from whose
-# maximum it comes.
+# Where does the second ``acc`` come from? A *layout* says which thread holds which elements.
+# ``alpha`` has the layout of the scores, from whose maximum it comes, but ``acc * alpha`` needs
+# both in one layout. So the compiler must convert one of the two. Up to rung 2, it converts
+# ``alpha``, one number per query. In rung 3, it converts ``acc`` for the tiles that the mask cuts,
+# and the loop over whole tiles carries a second version. We did not trace how one leads to the
+# other, but both go if the layout changes.
 #
-# Up to rung 2, the compiler converts ``alpha``, which is small. In rung 3, it converts ``acc`` in
-# some places, and one loop carries two versions. We did not trace how the one leads to the other.
-#
-# So we take the maximum in two steps. The reshape in ``row_max`` gives it another layout, and the
-# compiler no longer converts ``acc``:
+# So we take the maximum in two steps, because the reshape in ``row_max`` gives it another layout:
 #
 # .. literalinclude:: /../src/kernelbook/ops/attention/forward.py
 #    :language: python
@@ -1464,8 +1491,7 @@ measured(
 
 # %%
 # Is it really the copy that costs so much? To test this, we keep the maximum of rung 3 and delete
-# only the second ``acc``, by hand, from Triton's intermediate code, the *TTGIR*
-# (``compiled.asm["ttgir"]``):
+# only the second ``acc``, by hand, from the TTGIR:
 
 # Reading
 TESTED = {
@@ -1558,7 +1584,8 @@ two_versions = lab.read(
     "the loops. The loop over whole tiles converts only `alpha`, but in TTGIR it yields two "
     "tensors of 128 × 128, one for its next iteration and one for the code after it. Two waits, "
     "`warp_group_dot_wait`, follow `p v` there, one for each version. The second version is a copy "
-    "of `acc`, 64 registers per thread, which the code makes before both waits."
+    "of `acc`, 64 registers per thread, which the code makes before both waits. We did not trace "
+    "how the conversions lead to it."
 )
 in_sass = lab.read("**Waits.** The machine code of `p v` shows them:")
 both_codes = as_printed(
@@ -1655,6 +1682,12 @@ lab.together(
 #
 # .. code-block:: python
 #
+#    # before: every score is scaled first
+#    qk = qk * scale_log2
+#    m_new = tl.maximum(m_i, row_max(qk))
+#    p = tl.exp2(qk - m_new[:, None])
+#
+#    # now
 #    m_new = tl.maximum(m_i, row_max(qk) * scale_log2)
 #    p = tl.exp2(qk * scale_log2 - m_new[:, None])
 
@@ -1719,14 +1752,15 @@ lab.measure(
 # idle.
 
 # %% An animation
-# Here the programs of two heads run on three SMs with two slots each. The heaviest are orange. If
-# the heavy ones of both heads start first, all are done earlier:
+# Here the programs of two heads run on three SMs, each with room for two programs (its slots). The
+# heaviest are orange. If the heavy ones of both heads start first, all are done earlier:
 #
 # .. animation:: light_or_heavy_first
 
 # %%
-# ``HEAVY_FIRST`` therefore reverses the order of the tiles of a head, and ``place``, which turns
-# the number of a program into a tile and a head, alternates between ``HEADS_AT_ONCE`` heads:
+# ``HEAVY_FIRST`` therefore reverses the order of the tiles of a head. This alone is not enough: if
+# one head follows the other, the heavy tiles of the last head still start late. So ``place``, which
+# turns the number of a program into a tile and a head, alternates between ``HEADS_AT_ONCE`` heads:
 #
 # .. literalinclude:: attention_fast.py
 #    :language: python
@@ -1787,9 +1821,9 @@ for tiles, heads in ((32, 64), (32, 16), (128, 16)):
 
 # Reading
 lab.read(
-    f"In the rungs before, `HEADS_AT_ONCE` was 1. Here it is {promised['at once']}, because the "
-    f"keys and values of {promised['at once']} heads fit into half of the L2 cache, and those of "
-    f"the next power of two, {2 * promised['at once']}, do not."
+    f"More heads at once need more of the L2 cache for their keys and values. We take the largest "
+    f"power of two that fits into half of it, here {promised['at once']}. In the rungs before, it "
+    f"was 1."
 )
 
 # %%
@@ -1798,15 +1832,15 @@ lab.read(
 reversal = promised["reversal"]
 measured(
     "heavy first",
-    "If programs do not take equally long, start the longest of several heads first. "
-    if abs(gain("heavy first", "full")) < CHANCE
-    else "",
     "We timed the new orders of tiles and of heads only together"
     + (
-        ". In a simulation, the order of the tiles alone gains nothing."
+        ", but in a simulation, the order of the tiles alone gains nothing."
         if abs(reversal) < 0.01
         else "."
     ),
+    " If programs do not take equally long, start the longest of several heads first."
+    if abs(gain("heavy first", "full")) < CHANCE
+    else "",
     both=True,
 )
 
@@ -1889,9 +1923,72 @@ for name in list(LADDER)[1:]:
     )
     row["waits without it"] = f"{waits} of {matmuls}".replace(" ", "\N{NO-BREAK SPACE}")
     rows.append(row)
-if steps.provenance is None or not made:
-    rows = []
-lab.table(rows, "Each change, made and taken back (causal)")
+both_ways = rows if steps.provenance is not None and made else []
+
+# %%
+
+
+# Drawing
+def made_and_taken_back(rows):
+    """Of each change, by how much it raises the speed when made, and lowers it when taken back."""
+    found = {r["provider"]: r["share"] for r in rows if r["mask"] == "causal"}
+    names = list(LADDER)
+    versions = [f"without {name}" for name in names[1:-1]] + [names[-2]]
+    if not {*names, *versions} <= found.keys():
+        return {}
+    return {
+        name: (found[name] / found[before] - 1, found[version] / found[names[-1]] - 1)
+        for before, name, version in zip(names, names[1:], versions, strict=False)
+    }
+
+
+def both_ways_in_words(rows):
+    said = (
+        f"{name} {100 * up:+.0f} and {100 * down:+.0f}"
+        for name, (up, down) in made_and_taken_back(rows).items()
+    )
+    return f"Two bars for each change, percent, when made and taken back: {', '.join(said)}."
+
+
+def both_bars(axes, rows):
+    changes = made_and_taken_back(rows)
+    axes.figure.set_figheight(4.2)
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+    for number, (name, values) in enumerate(changes.items()):
+        top = 2.6 * number
+        axes.text(-0.7, top - 0.1, f"{number + 1} {name}", ha="right", weight="bold")
+        for row, (value, what, whose) in enumerate(
+            zip(
+                values,
+                ("gain when made", "loss when taken back"),
+                ("Kernel Book", "PyTorch"),
+                strict=True,
+            )
+        ):
+            size = 100 * abs(value) if abs(value) >= CHANCE else 0
+            axes.barh(
+                top - 0.5 + row,
+                size,
+                0.9,
+                color=lab.colour(whose),
+                alpha=0.3,
+                label=None if number else what,
+            )
+            said = f"{100 * value:+.0f} %".replace("-", "−") if size else "same"
+            axes.text(size + 0.5, top - 0.5 + row, said, va="center")
+    axes.axvline(0, color=lab.colour("matmul"), linewidth=1)
+    axes.set(xlim=(-15, 34), ylim=(2.6 * len(changes) - 1, -1.3), xticks=[], yticks=[])
+
+
+lab.draw(
+    replace(
+        steps, elsewhere=[x for x in with_these_rungs if made_and_taken_back(x.rows)]
+    ),
+    "Each change, made and taken back, causal mask",
+    both_ways_in_words,
+    both_bars,
+)
 
 # %%
 
@@ -1936,8 +2033,8 @@ lab.read(
         else ". "
     )
     + (
-        f"It is then {-100 * never_back:.0f} % slower than the start. So together, the other five "
-        f"changes pay only with a second program."
+        f"It is then {-100 * never_back:.0f} % slower than the start, so without a second "
+        f"program, the other five changes together lose speed."
         if most == alone and never_back < -CHANCE and losing
         else f"With one program per SM, the other changes together alter the speed of the start by "
         f"{100 * never_back:+.0f} %."
@@ -1969,7 +2066,7 @@ lab.read(
 
 # %%
 
-# Folded: Rungs 2 and 3 taken back, the ladder with one program, and the halves of rung 1
+# Folded: Spills and waits without each change, one program throughout, and the halves of rung 1
 one_and_two = lab.table(
     [
         {
@@ -2033,7 +2130,8 @@ by_itself = lab.read(
         else "."
     )
 )
-lab.together(scarcity, one_and_two, why, halves, by_itself)
+taken_table = lab.table(both_ways, "Each change, made and taken back (causal)")
+lab.together(taken_table, scarcity, one_and_two, why, halves, by_itself)
 
 # %%
 # What the exponentials still cost
@@ -2283,20 +2381,14 @@ two_thirds = (
     abs(at_work("finished") - bound_of_turns(128)) < 3 and hidden["finished"] > 97
 )
 lab.read(
-    f"**The tensor cores work in {at_work('finished'):.0f} % of the cycles**, and in "
-    f"{at_work('matmul'):.0f} % of those of a cuBLAS matmul. "
+    f"**By their number of operations, the matmuls need {at_work('finished'):.0f} % of the "
+    f"cycles.** In a matmul of cuBLAS, they need {at_work('matmul'):.0f} %. What fills the rest is "
+    f"open"
     + (
-        f"{bound_of_turns(128):.0f} % is also the bound for warps in step, but the exponentials "
-        f"are not the reason, because deleting them saves nothing. "
-        if two_thirds
-        else ""
-    )
-    + "What fills the rest is open. "
-    + (
-        "A cheaper exponential would hardly help here, while one multiplication fewer did, in "
-        "rung 5."
+        ". But a cheaper exponential would hardly help here, while one multiplication fewer did, "
+        "in rung 5."
         if hidden["finished"] > 97 and gain("scale folded", "full") > CHANCE
-        else ""
+        else "."
     )
 )
 
@@ -2330,6 +2422,12 @@ open_questions = lab.read(
         ", such as the one that rung 5 removed."
         if gain("scale folded", "full") > CHANCE
         else "."
+    )
+    + (
+        f" {bound_of_turns(128):.0f} % is also the bound for warps in step, but exponentials are "
+        f"not the reason, because deleting them saves nothing."
+        if two_thirds
+        else ""
     )
 )
 more_counts = lab.read(
@@ -2715,7 +2813,16 @@ def told_of(names):
 
 
 lab.read(
-    f"In this figure, on the {speed.provenance['gpu'].removeprefix('NVIDIA ')}, "
+    {
+        1: "**One library is still faster.** ",
+        2: "**Two libraries are still faster.** ",
+    }.get(
+        sum(
+            bool(gaps(name, (128,))) for name in LIBRARIES if name not in speed.skipped
+        ),
+        "",
+    )
+    + f"In this figure, on the {speed.provenance['gpu'].removeprefix('NVIDIA ')}, "
     + told_of(("FlashAttention", "SDPA cuDNN", "SDPA flash", "FlexAttention"))
     if speed.rows
     else f"{speed.rate('Kernel Book')}"
@@ -2927,7 +3034,58 @@ for flat in (False, True):
         }
     )
 assert [row["in head 1"] for row in rows] == [0, 12]
-lab.table(rows, "Rows that the program of head 0 wrote")
+wrote = {row["descriptor"]: (row["in head 0"], row["in head 1"]) for row in rows}
+wrote_table = lab.table(rows, "Rows that the program of head 0 wrote")
+
+# %%
+
+
+# Drawing
+def overhang(axes):
+    """The rows of two heads, those that one program wrote, and the tile that it named."""
+    own, other, grey = (lab.colour(x) for x in ("Kernel Book", "PyTorch", "matmul"))
+
+    def rows_of(y, first, count, colour, alpha):
+        if count:
+            axes.barh(y, count - 0.2, 0.8, first + 0.1, color=colour, alpha=alpha)
+            axes.text(first + count / 2, y, f"{count}", ha="center", va="center")
+
+    for top, name, words in (
+        (0, "heads apart", "cut off"),
+        (5.2, "flattened", "rows of another head"),
+    ):
+        inside, outside = wrote[name]
+        flat = name == "flattened"
+        left, y = (20, top) if flat else (0, top + 2)  # of head 1
+        axes.text(0, top - 1.6, name.capitalize(), weight="bold", va="center")
+        axes.text(0, top - 0.8, "head 0", va="center")
+        axes.text(
+            left + 20 * flat,
+            y - 0.8,
+            "head 1",
+            va="center",
+            ha="right" if flat else "left",
+        )
+        rows_of(top, 0, 16, grey, 0.15)
+        rows_of(top, 16, inside, own, 0.3)
+        rows_of(y, left, outside, other, 0.5)
+        rows_of(y, left + outside, 20 - outside, grey, 0.15)
+        axes.barh(top, 16, 1.0, 16, fill=False, edgecolor=grey, linestyle="--")
+        axes.text(26, top + 0.95 * flat, words, ha="center", va="center")
+    axes.text(0, 6.15, "dashed: the tile", va="center")
+    axes.set(xlim=(-0.1, 40.1), ylim=(6.6, -2.1), xticks=[], yticks=[])
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+
+
+lab.sketch(
+    "The rows that the program of head 0 wrote, in colour",
+    f"The rows of two heads, 20 each, and a tile of 16 from row 16 on. Heads apart: the program "
+    f"writes {wrote['heads apart'][0]} rows of head 0 and none of head 1. Flattened: it writes "
+    f"{wrote['flattened'][0]} rows of head 0 and {wrote['flattened'][1]} of head 1.",
+    overhang,
+    height=3.0,
+)
 
 # %%
 # The 12 rows belong to another head. In attention, the program would write wrong numbers there, and
@@ -2959,7 +3117,7 @@ refused = lab.measure("128 queries and 128 keys in a tile, 5 stages", greedy)
 
 # %%
 
-# Folded: Reading past the end of a head, and too much shared memory
+# Folded: The rows counted, reading past the end of a head, and too much shared memory
 past_the_end = lab.read(
     f"**Reading** past the end of a head does harm too, although the weights there are zero. If "
     f"the 12 values that belong to the next head are infinite, the weighted sum is "
@@ -2975,7 +3133,7 @@ too_much = lab.read(
     if sizes
     else said
 )
-lab.together(past_the_end, too_much)
+lab.together(wrote_table, past_the_end, too_much)
 
 # %%
 # In short

@@ -12,7 +12,7 @@ You will learn
 - what tiles save in memory and in time, and what the usual mistakes look like when they run.
 """
 
-# sphinx_gallery_thumbnail_number = 2
+# sphinx_gallery_thumbnail_number = 3
 import re
 import statistics
 from functools import partial
@@ -65,7 +65,8 @@ def standard_attention(q, k, v, is_causal=False):
 # All tensors have the shape (batch, heads, length, head_dim): a model runs several attentions side
 # by side, its *heads*, each on vectors of head_dim numbers. We divide the scores by the square root
 # of head_dim, because dot products of longer vectors spread wider. The factor
-# ``q.shape[-1] ** -0.5`` is called the *scale*.
+# ``q.shape[-1] ** -0.5`` is called the *scale*. The second argument of ``tril`` is 0 as long as
+# there are as many queries as keys.
 #
 # The scores form a table with a row for each query and a column for each key.
 
@@ -114,12 +115,12 @@ rate_of_table = most / needed
 peak = machine.rows[0] if machine.rows else {}
 gpu = machine.provenance["gpu"] if machine.rows else "GPU"
 lab.read(
-    f"At head_dim 128, in 16 bits, standard attention does 4 × 128 operations per score and moves "
-    f"4 × 2 bytes, which is at most {most} operations per byte. In the time that a copy takes for "
-    f"one byte, the {gpu} can execute {needed:.0f}. "
+    f"At head_dim 128, in 16 bits, a score costs 4 × 128 operations and 4 × 2 bytes, so standard "
+    f"attention does at most {most} operations per byte. While a copy moves one byte, a matmul on "
+    f"the {gpu} does {needed:.0f} operations. "
     + (
-        f"**Memory alone thus keeps standard attention below {100 * rate_of_table:.0f} % of the "
-        f"speed of a matmul.**"
+        f"**Memory alone thus keeps standard attention below {most} / {needed:.0f}, or "
+        f"{100 * rate_of_table:.0f} %, of the speed of a matmul.**"
         if most < needed
         else "Memory alone thus need not slow standard attention down."
     )
@@ -141,8 +142,9 @@ lab.together(
 )
 
 # %%
-# **Memory.** The figure compares the scores and weights of 16 heads with the tensors that every
-# version needs.
+# **Memory.** Every version needs q, k, v and out. The figure shows what each adds to them: standard
+# attention its scores and weights, and the package's kernel, which works tile by tile, almost
+# nothing.
 
 package = partial(attention, backend="triton")
 
@@ -186,20 +188,19 @@ def ends(rows):
     fitting = [row for row in rows if not isinstance(row["PyTorch, MiB"], str)]
     length, taken = fitting[-1]["length"], fitting[-1]["PyTorch, MiB"]
     return (
-        f"Two lines over the length. At {length:,}: scores and weights {taken / 1024:,.0f} GiB; "
-        f"q, k, v and out {given_mib(length) / 1024:,.1f} GiB."
+        f"Three lines over the length. At {length:,}: scores and weights {taken / 1024:,.0f} GiB; "
+        f"q, k, v and out {given_mib(length) / 1024:,.1f} GiB; tile by tile "
+        f"{fitting[-1]['Kernel Book, MiB']:,.0f} MiB."
         + " Beyond it, the scores and weights are out of memory."
         * (len(fitting) < len(rows))
     )
 
 
-def two_lines(axes, rows):
+def three_lines(axes, rows):
     found = [(r["length"], r["PyTorch, MiB"]) for r in rows]
     fitting = [(x, y) for x, y in found if not isinstance(y, str)]
     ink = {"color": lab.colour("PyTorch")}
-    axes.plot(
-        *zip(*fitting, strict=True), marker="o", label="scores and weights", **ink
-    )
+    axes.plot(*zip(*fitting, strict=True), marker="o", **ink)
     if len(fitting) < len(found):
         (x, y), failed = fitting[-1], found[len(fitting)][0]
         axes.plot([x, failed], [y, 4 * y], linestyle=":", **ink)
@@ -216,20 +217,27 @@ def two_lines(axes, rows):
         )
     lengths = [r["length"] for r in rows]
     given = [given_mib(length) for length in lengths]
-    axes.plot(
-        lengths, given, marker="s", label="q, k, v and out", color=lab.colour("matmul")
-    )
+    axes.plot(lengths, given, marker="s", color=lab.colour("matmul"))
+    tiles = [r["Kernel Book, MiB"] for r in rows]
+    ours = {"color": lab.colour("Kernel Book")}
+    axes.plot(lengths, tiles, marker="D", linewidth=2.6, **ours)
+    below = {"xytext": (7, -15), "textcoords": "offset points", "fontsize": 11}
+    above = below | {"xytext": (-9, 5), "ha": "right"}
+    axes.annotate("scores and weights", fitting[-2], **above, **ink)
+    axes.annotate("q, k, v and out", (lengths[3], given[3]), color="#59636e", **below)
+    axes.annotate("added tile by tile", (lengths[3], tiles[3]), **below, **ours)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(
         [2**n for n in (10, 12, 14, 16)], ["1,024", "4,096", "16,384", "65,536"]
     )
-    sizes = {2**4: "16 MiB", 2**8: "256 MiB", 2**12: "4 GiB", 2**16: "64 GiB"}
+    sizes = {1 / 16: "64 KiB", 1: "1 MiB", 2**4: "16 MiB", 2**8: "256 MiB"}
+    sizes |= {2**12: "4 GiB", 2**16: "64 GiB"}
     axes.set_yticks(list(sizes), list(sizes.values()))
     axes.set(xlabel="length")
 
 
-lab.draw(memory, "Memory of standard attention, 16 heads", ends, two_lines)
+lab.draw(memory, "Memory by length, 16 heads", ends, three_lines)
 
 # %%
 
@@ -244,9 +252,8 @@ lab.read(
         if fails
         else f"At length {last.get('length', nan):,}, its "
     )
-    + f"scores and weights take {last.get('PyTorch, MiB', nan) / 1024:,.0f} GiB. There, "
-    f"the package's kernel, which works tile by tile, allocates "
-    f"{last.get('Kernel Book, MiB', nan):,.0f} MiB beyond its output"
+    + f"scores and weights take **{last.get('PyTorch, MiB', nan) / 1024:,.0f} GiB**. There, "
+    f"the package's kernel adds **{last.get('Kernel Book, MiB', nan):,.0f} MiB**"
     + (
         ": one float32 per query, kept for the backward pass."
         if last.get("Kernel Book, MiB") == one_each
@@ -278,9 +285,9 @@ lab.read(
 # online softmax, and ``acc``, the weighted sum of the values so far.
 #
 # **The price.** Every tile of queries reads all keys and values of its head again. In 16 bits, a
-# key and its value are :math:`4 D` bytes, on which a tile of :math:`M` queries does :math:`4 M D`
-# operations: :math:`M` per byte. Larger tiles therefore read less, and what a head's tiles read
-# again may still be in the :term:`L2` cache.
+# key and its value take :math:`4 D` bytes. A tile of :math:`M` queries does :math:`4 M D`
+# operations with them, so :math:`M` per byte. The more queries a tile has, the less is read, and
+# the :term:`L2` cache may serve what is read again.
 
 # Reading
 tile, l2 = 128, machine.provenance["l2_mib"] if machine.rows else nan
@@ -288,13 +295,13 @@ keys_mib = 2 * 4096 * 128 * 2 / 2**20
 lab.read(
     f"Our tiles will have {tile} queries. "
     + (
-        f"If every read came from HBM, they would reach at most {tile} / {needed:.0f}, or "
+        f"If every read came from HBM, that would be a limit again, at {tile} / {needed:.0f}, or "
         f"{100 * tile / needed:.0f} %, of the speed of a matmul. "
         if tile < needed
         else "HBM alone is fast enough for them. "
     )
-    + f"But at length 4,096, the keys and values of a head take {keys_mib:.0f} MiB, and L2 holds "
-    f"{l2:.0f}."
+    + f"But at length 4,096, the keys and values of a head take {keys_mib:.0f} MiB, and L2 "
+    f"holds {l2:.0f}, so one tile can find there what another has just read."
 )
 
 # %%
@@ -302,39 +309,113 @@ lab.read(
 # ---------------
 #
 # How can ``m``, ``l`` and ``acc`` stand in for all earlier keys? In our example, let the first tile
-# hold the scores 1 and 2. Relative to their maximum, 2, the sum of exponentials ``l`` is
-# :math:`e^{1-2} + e^{2-2}`, and the weighted sum ``acc`` is :math:`10\, e^{1-2} + 20\, e^{2-2}`.
+# hold the scores 1 and 2. Then ``l`` is :math:`e^{1-2} + e^{2-2}`, with both terms relative to the
+# maximum, 2. The next tile brings a score of 4, so the maximum changes, and both terms are too
+# large.
 #
-# The next tile brings a score of 4, the new maximum. Multiplying both sums by :math:`e^{2-4}`, a
-# factor called ``alpha``, makes them relative to 4. The new key then adds
-# :math:`p = e^{4-4} = 1`, its weight before the division, to ``l``, and ``p`` times its value, 30,
-# to ``acc``.
+# We need not go back to the keys. Multiplying a *sum* by :math:`e^{2-4}`, a factor called
+# ``alpha``, makes all of its terms relative to 4 at once, because
+# :math:`e^{s-2}\, e^{2-4} = e^{s-4}`. Then the new key adds :math:`p = e^{4-4} = 1` to ``l``, and
+# ``p`` times its value, 30, to ``acc``.
 
-# Reading
+
+# Drawing
 first_two, m_two = three_scores[:2], three_scores[:2].max()
-l_two = (first_two - m_two).exp().sum()
-acc_two = (first_two - m_two).exp() @ three_values[:2]
+terms_two = (first_two - m_two).exp()
+l_two, acc_two = terms_two.sum(), terms_two @ three_values[:2]
 factor = (m_two - three_scores[2]).exp()
 l_three, acc_three = l_two * factor + 1, acc_two * factor + three_values[2]
-lab.read(
-    f"Now `l` is {l_two:.3f} · {factor:.3f} + 1 = {l_three:.3f}, and `acc` is "
-    f"{acc_two:.1f} · {factor:.3f} + 30 = {acc_three:.1f}. Their quotient `acc / l` is "
-    f"{acc_three / l_three:.1f}, the output from above."
+STATES = (
+    (
+        "first tile\nm = 2",
+        terms_two.tolist(),
+        l_two,
+        f"acc = 10 · {terms_two[0]:.3f} + 20 · {terms_two[1]:.0f} = {acc_two:.1f}",
+    ),
+    (
+        f"times alpha\n{factor:.3f}",
+        (terms_two * factor).tolist(),
+        l_two * factor,
+        f"acc = {acc_two:.1f} · {factor:.3f} = {acc_two * factor:.1f}",
+    ),
+    (
+        "second tile\nm = 4",
+        [*(terms_two * factor).tolist(), 1.0],
+        l_three,
+        f"acc = {acc_two * factor:.1f} + 30 · 1 = {acc_three:.1f}",
+    ),
+)
+
+
+def shrinking(axes):
+    inks = [lab.colour(name) for name in ("matmul", "Kernel Book", "PyTorch")]
+    for row, (_, terms, total, words) in enumerate(STATES):
+        left = 0
+        for number, (term, ink) in enumerate(zip(terms, inks, strict=False)):
+            named = {"label": f"key {number + 1}"} if row == 2 else {}
+            axes.barh(row, term, left=left, height=0.42, color=ink, **named)
+            if term > 0.2:
+                look = {"ha": "center", "va": "center", "color": "#ffffff"}
+                middle, digits = left + term / 2, 0 if term == 1 else 3
+                axes.text(middle, row, f"{term:.{digits}f}", fontsize=9, **look)
+            left += term
+        look = {"va": "center", "fontsize": 10}
+        axes.text(left + 0.03, row, f"l = {total:.3f}", fontweight="bold", **look)
+        axes.text(0, row + 0.37, words, color="#59636e", **look)
+    axes.set_yticks(range(3), [name for name, *_ in STATES])
+    axes.set(xlim=(0, 1.75), ylim=(2.6, -0.35), xticks=[])
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False)
+    axes.spines["bottom"].set_visible(False)
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(-0.02, 1),
+        ncols=3,
+        handlelength=1,
+        fontsize=10,
+    )
+
+
+lab.sketch(
+    "The old terms shrink together",
+    "Bars of terms that add up to l. "
+    + " ".join(
+        f"{' '.join(name.split())}: terms {', '.join(f'{x:.3f}' for x in terms)}; "
+        f"l = {total:.3f}; {words}."
+        for name, terms, total, words in STATES
+    ),
+    shrinking,
+    height=3.0,
 )
 
 # %%
-# **The loop.** Let :math:`s_j` be the scores of one query and :math:`v_j` the values. For the set
-# :math:`A` of all keys so far, we keep a *triple*: the largest score :math:`m_A`, the sum
-# :math:`l_A` of all :math:`e^{s_j - m_A}`, and the sum :math:`acc_A` of all
-# :math:`e^{s_j - m_A}\, v_j`, a vector of :math:`D` numbers. With the next tile :math:`B`, the
-# maximum becomes :math:`m = \max(m_A,\, \max_{j \in B} s_j)`, and the new terms are
-# :math:`p_j = e^{s_j - m}`. The factor :math:`\alpha` makes the terms of :math:`A` relative to
-# :math:`m`, since :math:`e^{s_j - m_A}\, e^{m_A - m} = e^{s_j - m}`:
+
+# Reading
+lab.read(
+    f"In the end, `acc / l` is {acc_three:.1f} / {l_three:.3f} = {acc_three / l_three:.1f}, the "
+    f"output from above."
+)
+
+# %%
+# **Any number of keys.** Let :math:`s_j` be the scores of one query and :math:`v_j` the values. For
+# the set :math:`A` of all keys so far, the query carries a *triple*:
 #
 # .. math::
 #
 #    \begin{aligned}
-#    \alpha &= e^{m_A - m} \\
+#    m_A &= \max_{j \in A} s_j \\
+#    l_A &= \sum_{j \in A} e^{s_j - m_A} \\
+#    acc_A &= \sum_{j \in A} e^{s_j - m_A}\, v_j
+#    \end{aligned}
+#
+# The next tile, :math:`B`, may raise the maximum. The old sums are rescaled, and the new terms
+# added:
+#
+# .. math::
+#
+#    \begin{aligned}
+#    m &= \max(m_A,\, \max_{j \in B} s_j) \\
+#    \alpha &= e^{m_A - m}, \qquad p_j = e^{s_j - m} \\
 #    l &= l_A\, \alpha + \sum_{j \in B} p_j \\
 #    acc &= acc_A\, \alpha + \sum_{j \in B} p_j\, v_j
 #    \end{aligned}
@@ -347,17 +428,7 @@ lab.read(
 # .. dropdown:: The merge of any two sets
 #
 #    Any two disjoint sets :math:`A` and :math:`B` can be merged in the same way, each with its own
-#    factor. The triple of a set :math:`A` is
-#
-#    .. math::
-#
-#       \begin{aligned}
-#       m_A &= \max_{j \in A} s_j \\
-#       l_A &= \sum_{j \in A} e^{s_j - m_A} \\
-#       acc_A &= \sum_{j \in A} e^{s_j - m_A}\, v_j
-#       \end{aligned}
-#
-#    The triple of :math:`A \cup B` has the larger of the two maxima:
+#    factor. The triple of :math:`A \cup B` has the larger of the two maxima:
 #
 #    .. math::
 #
@@ -562,19 +633,21 @@ def _update(acc, l_i, m_i, qk, v):
 # %%
 # - **tl.dot** multiplies two tiles as matrices and adds the product to a third operand.
 # - **exp2 instead of exp.** The hardware has an instruction for :math:`2^x` but none for
-#   :math:`e^x`. Since :math:`e^x = 2^{x \log_2 e}`, ``scale_log2`` is the scale times
-#   :math:`\log_2 e = 1.4427`.
+#   :math:`e^x`. Since :math:`e^x = 2^{x \log_2 e}`, the kernel multiplies the scores by
+#   ``scale_log2``, the scale times :math:`\log_2 e = 1.4427`.
 # - **p in 16 bits.** If the inputs have 16 bits, ``p.to(v.dtype)`` rounds ``p`` to match, because a
 #   :term:`matrix unit` takes both operands in the same format.
 # - **input_precision.** By default, ``tl.dot`` rounds float32 operands to :term:`TF32`, by up to a
 #   thousandth. ``"ieee"`` avoids the rounding but keeps float32 off the matrix units; 16-bit
 #   operands use them either way.
 #
-# A tile of queries has ``BLOCK_M`` rows, a tile of keys ``BLOCK_N``. A launch starts a :term:`grid`
-# of programs, with tiles of queries along axis 0 and heads along axis 1. Each program begins with
-# the triple of the empty set. The last tile may be only partly filled, so ``exist`` is false for
-# rows past the last query. The head's number becomes an ``int64``, because offsets in a large
-# tensor overflow 32 bits.
+# **One program for each tile of queries.** A launch starts a :term:`grid` of programs, with the
+# tiles of ``BLOCK_M`` queries along axis 0 and the heads along axis 1: 4,096 queries in tiles of
+# 128 make 32 programs per head. Each begins by loading its queries, with the triple of the empty
+# set.
+#
+# ``exist`` is false for rows past the last query, because the last tile may be only partly filled.
+# The head's number becomes an ``int64``, because offsets in a large tensor overflow 32 bits.
 
 
 @triton.jit
@@ -591,9 +664,12 @@ def _begin(q_ptr, seqlen_q, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 # %%
-# The first kernel loops over all keys and masks every tile; ``n_visible`` says how many keys each
-# query sees. Past the last key, ``other=0.0`` loads zeros: otherwise the values there would be
-# undefined, and a weight of 0 times a NaN is NaN.
+# **The loop** takes all keys, ``BLOCK_N`` at a time, and masks every tile. ``n_visible`` says how
+# many keys each query sees. With a causal mask, query :math:`i` sees itself and the :math:`i`
+# before it, so :math:`i + 1`. (The difference of the lengths, also added there, is 0 for now.)
+#
+# Past the last key, ``other=0.0`` loads zeros. Otherwise the values there would be undefined, and a
+# weight of 0 times a NaN is NaN.
 
 
 @triton.jit
@@ -773,7 +849,8 @@ lab.read(
 
 # %%
 # The animation runs both stages for a tile of four queries, with head_dim 2, a scale of 1 and tiles
-# of four keys: three whole ones, then a cut one.
+# of four keys: three whole ones, then a cut one. Watch ``alpha``: it is 1 for a query whose maximum
+# stays, and below 1 where the old sums have to shrink.
 #
 # .. animation:: attention_loop
 #
@@ -792,9 +869,9 @@ lab.read(
 
 # %%
 # **Queries and keys of different lengths.** A model that has read 997 tokens and processes 3 more
-# has 3 queries and 1,000 keys, and its last query should see all the keys. This book therefore
-# aligns the diagonal to the *bottom right*, whereas PyTorch's ``is_causal=True`` aligns it to the
-# top left.
+# has 3 queries and 1,000 keys, and its last query should see all the keys. ``n_visible`` therefore
+# adds the difference of the lengths, which aligns the diagonal to the *bottom right*. PyTorch's
+# ``is_causal=True`` aligns it to the top left.
 #
 # .. tilemap::
 
@@ -946,8 +1023,14 @@ def cases_as_timed(kernels):
 
 
 # %%
-# **Every version is checked** against float64. It may have four times the error of standard
-# attention in the same dtype.
+# **Every version is checked** against float64. Its sums round in another order than those of
+# standard attention, so we allow it four times the error of standard attention in the same dtype.
+
+# Reading
+lab.read(
+    f"Does that let a mistake pass? A float16 kernel that leaves out one of eight tiles of keys "
+    f"has {lost['error'] / lost['tolerance']:.0f} times the error that we allow."
+)
 
 # %%
 
@@ -1165,7 +1248,7 @@ in_loop = steps.milliseconds_at("tiled PyTorch", mask="full")
 only_skips = under_mask > 1 and in_loop > took["PyTorch"]
 lab.read(
     "**Tiles alone are not enough.** In plain PyTorch, every operation still writes its tile to "
-    "memory, so the scores make eight trips instead of four. "
+    "memory. "
     + (
         f"Without a mask, the loop takes {slower:.1f} times as long as standard attention. "
         + (
@@ -1327,15 +1410,13 @@ twice_as_wide = wider_numbers()
 idle = min(slow.get(step, nan) for step in ("softmax", "masked_fill_")) > 2
 # Under the mask, masked_fill_ makes two more trips, and half of the operations count.
 allowed = min(rate_of_table * 4 / 6, 1) / 2
-alone = {row["step"]: row["ms"] for row in one_by_one.rows}  # each step by itself
 lab.read(
-    "**Where does standard attention spend its time?** "
+    f"**Why does standard attention reach only {percent('PyTorch', 'causal')}?** Under the mask, "
+    f"memory alone allows {100 * allowed:.0f} %, not {100 * min(rate_of_table, 1):.0f}, because "
+    f"`masked_fill_` adds two trips of the table and we count half the operations. "
     + (
-        f"Mostly in two steps without a matmul. Of {took['PyTorch']:.1f} ms under the mask, "
-        f"softmax takes {alone['softmax']:.1f} and `masked_fill_` {alone['masked_fill_']:.1f}, "
-        f"each timed by itself. A copy of the same bytes takes "
-        f"{alone['softmax'] / slow['softmax']:.1f} ms, so bandwidth does not limit them. We did "
-        f"not isolate what does."
+        f"Besides, softmax takes {slow['softmax']:.1f} times as long as a copy of the same bytes, "
+        f"and `masked_fill_` {slow['masked_fill_']:.1f} times. We did not isolate why."
         if idle and filling > 0.6 * longer
         else "The figure shows each of its steps, beside a copy of the same bytes."
     )
@@ -1391,6 +1472,18 @@ lab.draw(one_by_one, "Standard attention, step by step", steps_in_words, step_ba
 
 # %%
 
+# Reading
+copies = sum(row["GB moved"] for row in one_by_one.rows) / copied * 1e3  # milliseconds
+lab.read(
+    f"**Moving the bytes alone takes longer than our whole kernel.** As copies, the four steps "
+    f"would take {copies:.1f} ms together. The kernel in stages takes {took['in stages']:.1f} ms."
+    if copies > took["in stages"]
+    else "With every step at the speed of a copy, standard attention could match the kernel in "
+    "stages."
+)
+
+# %%
+
 
 # Measuring
 one_after_another = sum(
@@ -1424,12 +1517,6 @@ lab.together(
         f"builds the mask. We did not isolate the differences."
     ),
     lab.read(
-        f"**The limit by memory** falls from {100 * min(rate_of_table, 1):.0f} to "
-        f"{100 * allowed:.0f} % of the speed of a matmul under the mask, because `masked_fill_` "
-        f"adds two trips and we count half the operations. We measured "
-        f"{percent('PyTorch', 'causal')}."
-    ),
-    lab.read(
         (
             "**Bytes do not limit softmax.** "
             if twice_as_wide < 1.2
@@ -1450,7 +1537,9 @@ lab.together(
     ),
     lab.read(
         f"**The loop in PyTorch** is {under_mask:.1f} times as fast as standard attention under "
-        f"the mask. Without a mask, where it skips no tile, it takes {in_loop:.1f} ms, against "
+        f"the mask. "
+        + ("The skipped tiles decide, because without" if only_skips else "Without")
+        + f" a mask, where it skips none, it takes {in_loop:.1f} ms, against "
         f"{took['PyTorch']:.1f} for standard attention with the mask."
     ),
     lab.read(
@@ -1503,10 +1592,10 @@ lab.read(
 # Reading
 uneven = not own["full"] - own["causal"] <= 0.03
 lab.read(
-    f"**The mask costs {100 * (own['full'] - own['causal']):.0f} points:** with it, our kernel "
-    f"falls from {100 * own['full']:.1f} to {percent('in stages', 'causal')} of the speed of a "
-    f"matmul. The masked scores of the cut tiles, which it computes but we do not count as work, "
-    f"are {explained:.0f} of these points."
+    f"**What does the mask cost?** Without it, our kernel reaches {100 * own['full']:.1f} % of the "
+    f"speed of a matmul, and with it {100 * own['causal']:.1f}. The masked scores of the cut "
+    f"tiles, which it computes but we do not count as work, explain {explained:.0f} points of the "
+    f"difference."
     if uneven
     else "Per operation, our kernel is about as fast with the mask as without it."
 )
@@ -1514,11 +1603,11 @@ lab.read(
 # %%
 # .. raw:: html
 #
-#    <span id="the-kernel"></span><span id="is-it-right"></span><span id="figure-3"></span>
-#    <span id="figure-4"></span><span id="figure-5"></span><span id="figure-6"></span>
+#    <span id="the-kernel"></span><span id="is-it-right"></span><span id="figure-2"></span>
+#    <span id="figure-5"></span><span id="figure-6"></span>
 #
 # For the rest, we suspect uneven work, because programs for late queries have more tiles.
-# :doc:`The next chapter </chapters/attention_fast>` tests this.
+# :doc:`The next chapter </chapters/attention_fast>` tests this suspicion.
 
 # %%
 # What breaks it
@@ -1668,8 +1757,8 @@ hidden = torch.ones(64, 64, dtype=torch.bool, device=q.device).triu(1)
 largest = (2.0 * (20 * q) @ k.T).masked_fill(hidden, -torch.inf).amax(1).tolist()
 lab.read(
     "The figure shows what the kernel makes of 64 queries, which see one to four tiles of 16 keys. "
-    "The scores are large for **no maximum** and tend to rise with the key for **acc not "
-    "rescaled**."
+    "Two mistakes need an input on which they show: large scores for **no maximum**, and scores "
+    "that tend to rise with the key for **acc not rescaled**."
 )
 
 # %%
@@ -1759,23 +1848,15 @@ lab.sketch(
 
 # %%
 # **NaN is the lucky case,** because it shows. Without a maximum, it appears where a score reaches
-# 89, because the exponential of 89 is infinite in float32.
+# 89, because the exponential of 89 is infinite in float32. A test needs such scores.
 #
-# **A guard hides the other NaNs.** They are :math:`-\infty - (-\infty)`, in a tile of which a query
-# sees no key while its maximum is still :math:`-\infty`. The guards of this page turn them into
+# **A guard hides the other NaNs.** They come from :math:`-\infty - (-\infty)`, where a query sees
+# no key of a tile and its maximum is still :math:`-\infty`. The guards of this page turn them into
 # zeros, so nothing warns us.
 #
 # **Plausible numbers** are caught only by a reference. With ``acc`` not rescaled, a query is right
 # if its largest score lies in the first tile of keys. For queries 0 to 15 it always does, so a test
-# must have several tiles. It should also have scores above 89.
-
-# %%
-
-# Reading
-lab.read(
-    f"**Our check notices a missing tile.** A float16 kernel that leaves out one of eight tiles of "
-    f"keys has {lost['error'] / lost['tolerance']:.0f} times the error that we allow."
-)
+# needs several tiles.
 
 # %%
 
@@ -1828,7 +1909,8 @@ lab.read(
     f"need no work, and most of the others no mask. The kernel in stages reaches "
     f"{percent('in stages', 'causal')} of the speed of a matmul"
     + (
-        f", against {100 * max(of_causal):.1f} % for {fastest}."
+        f", against {100 * max(of_causal):.1f} % for {fastest}. What lies between them is the "
+        f"subject of the next chapter."
         if len(theirs_at) >= 4
         else "."
     )

@@ -17,10 +17,11 @@ first and the last step of this chapter, written in :term:`Gluon` for Hopper GPU
 :doc:`/chapters/warps_with_roles` first, for rings and barriers.
 """
 
-# sphinx_gallery_thumbnail_number = 6
+# sphinx_gallery_thumbnail_number = 8
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -70,22 +71,13 @@ lab.start(
 # -----------------------------
 #
 # For a tile of queries and one of keys, the backward pass needs five matmuls, as
-# :doc:`/chapters/attention_backward` derives. :math:`S` and :math:`dP` give the weights :math:`P`
-# and :math:`dS = P \circ (dP - \mathrm{delta})`; the other three give the tile's terms of
-# :math:`dV`, :math:`dK` and :math:`dQ`. **Two sweeps** compute :math:`S` and :math:`dP` twice,
-# which makes seven. One sweep needs only five, so at the same speed per matmul it would be
-# :math:`7/5 = 1.4` times as fast.
-#
-# **The price is a shared sum.** A program owns a tile of keys and keeps their :math:`dK` and
-# :math:`dV`. But it visits all queries, and to each query's :math:`dQ` it contributes only one
-# term, its *part*. All programs therefore add their parts to sums in memory.
-#
-# **The order of the additions decides the last bits,** just as ``(0.1 + 0.2) + 0.3`` is not
-# ``0.1 + (0.2 + 0.3)`` in Python. For the same bits in every run, our programs take turns. Here
-# three of them add to the tiles of queries C, B and A:
+# :doc:`/chapters/attention_backward` derives. Two of them compute :math:`S` and :math:`dP`, and
+# from these come the weights :math:`P` and :math:`dS = P \circ (dP - \mathrm{delta})`. The other
+# three multiply :math:`P` and :math:`dS` into the tile's terms of :math:`dV`, :math:`dK` and
+# :math:`dQ`. These terms have to be summed in two directions:
 
 # Drawing
-assert (0.1 + 0.2) + 0.3 != 0.1 + (0.2 + 0.3)
+SHADES = {"A": "#f6f8fa", "B": "#fff4e5", "C": "#eaf2fb"}  # of tiles of queries
 
 
 def write_at(axes, at, text, size=11, color="#1f2328"):
@@ -99,14 +91,76 @@ def write_at(axes, at, text, size=11, color="#1f2328"):
         )  # fmt: skip
 
 
+def two_directions(axes):
+    edge = "#59636e"
+    arrow = {"arrowstyle": "->", "color": edge}
+    for column, (letter, fill) in enumerate(SHADES.items()):
+        left = 1.3 * column
+        for owner in range(3):
+            box = Rectangle((left, -owner), 1.3, 1, facecolor=fill, edgecolor=edge)
+            axes.add_patch(box)
+            write_at(axes, (left + 0.65, -owner + 0.5), "P, dS", 10)
+        write_at(axes, (left + 0.65, 1.3), letter)
+        axes.annotate("", xy=(left + 0.65, -2.75), xytext=(left + 0.65, -2.1), arrowprops=arrow)
+        box = Rectangle((left + 0.1, -3.55), 1.1, 0.75, facecolor=fill, edgecolor=edge)
+        axes.add_patch(box)
+        write_at(axes, (left + 0.65, -3.17), f"dQ of {letter}", 10)
+    write_at(axes, (1.95, 1.9), "queries", 11, edge)
+    for owner in range(3):
+        middle = -owner + 0.5
+        axes.text(-0.2, middle, f"keys of program {owner}", ha="right", va="center")
+        axes.annotate("", xy=(4.7, middle), xytext=(4.0, middle), arrowprops=arrow)
+        box = Rectangle((4.75, middle - 0.32), 1.4, 0.64, facecolor="#ffffff", edgecolor=edge)
+        axes.add_patch(box)
+        write_at(axes, (5.45, middle), "dK, dV", 10)
+    write_at(axes, (5.45, 1.6), "one program\nadds", 10, edge)
+    axes.text(-0.2, -3.17, "all programs add", ha="right", va="center", fontsize=10, color=edge)
+    axes.set(xlim=(-2.9, 6.3), ylim=(-3.65, 2.2))
+    axes.axis("off")
+
+
+lab.sketch(
+    "Along a row, one program adds; down a column, all do",
+    "A grid of three rows, the keys of programs 0 to 2, and three columns, the tiles of queries A, "
+    "B and C. Each square holds P and dS. Each row adds up to dK and dV of one program, and each "
+    "column to dQ of a tile of queries, to which all three programs add.",
+    two_directions,
+    height=3.1,
+)
+
+# %%
+# **Two sweeps** go through the grid twice, by rows and by columns, so that every sum belongs to one
+# program. But both compute :math:`S` and :math:`dP`, which makes seven matmuls. One sweep needs
+# only five, so at the same speed per matmul it would be :math:`7/5 = 1.4` times as fast.
+
+# %%
+
+# Reading
+dq_mib = 4096 * 128 * 4 / 2**20
+lab.read(
+    "**The price is a shared sum.** A program takes one row. It keeps its `dK` and `dV` in "
+    "registers, but it visits all queries, whose `dQ` does not fit: at length 4,096 and head_dim "
+    f"128 that is {dq_mib:.0f} MiB in float32, and an SM has 256 KiB of registers. To each "
+    "query's `dQ` the program contributes only one term, its “part”. All programs therefore add "
+    "their parts to sums in memory."
+)
+
+# %%
+# **The order of the additions decides the last bits,** just as ``(0.1 + 0.2) + 0.3`` is not
+# ``0.1 + (0.2 + 0.3)`` in Python. For the same bits in every run, our programs take turns:
+
+# Drawing
+assert (0.1 + 0.2) + 0.3 != 0.1 + (0.2 + 0.3)
+
+
 def turns(axes):
-    edge, fills = "#59636e", ("#eaf2fb", "#fff4e5", "#f6f8fa")
+    edge = "#59636e"
     for owner in range(3):
         axes.text(-0.15, -owner, f"program {owner}", ha="right", va="center")
         for number, letter in enumerate("CBA"):
             left = 1.3 * (owner + number)
             box = Rectangle(
-                (left, -owner - 0.3), 0.9, 0.6, facecolor=fills[number], edgecolor=edge
+                (left, -owner - 0.3), 0.9, 0.6, facecolor=SHADES[letter], edgecolor=edge
             )
             axes.add_patch(box)
             axes.text(left + 0.45, -owner, letter, ha="center", va="center")
@@ -131,8 +185,9 @@ lab.sketch(
 # In every run, each tile of queries receives the part of program 0 first and that of program 2
 # last, yet all programs work at the same time.
 #
-# They begin with C, the *last* tile of queries, because under a causal mask every program visits
-# the last queries, but not the first.
+# They begin with C, the *last* tile of queries, because under a causal mask all programs visit the
+# last queries, but only some visit the first. So all can take the tiles in the same order, and each
+# follows one step behind the program before it.
 #
 # How a program waits for its turn
 # --------------------------------
@@ -141,8 +196,8 @@ lab.sketch(
 # turn has come. Each program owns 64 keys, and in step ``i`` it loads a tile of 64 queries.
 #
 # The forward pass has left ``lse``, the :term:`logsumexp` of each query's scores, and ``delta``
-# holds the row sums of ``dO`` times ``O``. Each row of ``s`` belongs to a key, and each column to a
-# query. The scale of ``dk`` follows after the loop:
+# holds the row sums of ``dO`` times ``O``. As in the picture, rows of ``s`` are keys, and columns
+# are queries:
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
 #    :pyobject: sweep_in_turn_kernel
@@ -151,7 +206,8 @@ lab.sketch(
 #    :dedent:
 #
 # Each program has a *counter* in memory, which starts at 0 and counts the steps that it has added.
-# ``at_query`` locates the sums of this step's queries:
+# Its turn in step ``i`` has come when its *predecessor*, the program of the preceding keys, has
+# counted to ``i + 1``:
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
 #    :pyobject: sweep_in_turn_kernel
@@ -159,13 +215,12 @@ lab.sketch(
 #    :end-before: tl.store(dk_ptr
 #    :dedent:
 #
-# - ``atomic_add`` of 0 *reads* a counter: here that of the *predecessor*, the program of the
-#   preceding keys. With ``"acquire"``, all later loads see what that program stored before it
-#   wrote.
 # - ``atomic_xchg`` *writes* the program's own counter. With ``"release"``, all earlier stores take
-#   effect before it.
-# - A single thread performs each atomic. At the first ``debug_barrier`` the other threads wait
-#   until this one has read the counter; at the second, it waits until they have stored.
+#   effect before the counter changes.
+# - ``atomic_add`` of 0 *reads* the predecessor's counter. With ``"acquire"``, all later loads see
+#   the sums that the predecessor had stored by then.
+# - A single thread performs each atomic, so ``debug_barrier`` is needed twice: no thread may load
+#   sums before the counter is read, nor may the counter be written before all threads have stored.
 
 
 # Measuring
@@ -295,9 +350,8 @@ lab.together(
 # an atomic counter would not need the assumption; we have not timed them.
 #
 # **The direction matters.** If ids *descend* with the keys, and a head has more tiles than the GPU
-# has SMs, the running programs wait for one that cannot start. A simulation then stands still:
-
-# %%
+# has SMs, the running programs wait for one that cannot start. In the picture four SMs begin a head
+# of eight tiles, and an arrow points from each program to the one that it waits for:
 
 
 # Drawing
@@ -333,20 +387,56 @@ def simulate(n_tiles, n_heads, n_sms, is_causal, at_once=1, backwards=False):
     return ticks
 
 
-# %%
-
 machine_and_heads = {"n_tiles": 8, "n_heads": 3, "n_sms": 4, "is_causal": False}
 assert simulate(**machine_and_heads)  # ids ascend with the keys: the launch ends
 assert not simulate(**machine_and_heads, backwards=True)  # ids descend: it stands still
 
+
+def chains(axes):
+    edge, n_tiles, n_sms = "#59636e", machine_and_heads["n_tiles"], machine_and_heads["n_sms"]
+    arrow = {"arrowstyle": "->", "color": edge}
+    for row, (how, tiles) in enumerate(
+        {
+            "ids ascend": range(n_sms - 1, -1, -1),
+            "ids descend": range(n_tiles - 1, n_tiles - n_sms - 2, -1),
+        }.items()
+    ):
+        y = -1.7 * row
+        axes.text(-0.2, y, how, ha="right", va="center")
+        for at, tile in enumerate(tiles):
+            left, runs, on_sm = 1.9 * at, tile == 0, at < n_sms
+            fill = "#eaf2fb" if runs else "#f6f8fa" if on_sm else "#ffffff"
+            line = {"edgecolor": edge, "linestyle": "-" if on_sm else "--"}
+            axes.add_patch(Rectangle((left, y - 0.6), 1.4, 1.2, facecolor=fill, **line))
+            what = "runs" if runs else "waits" if on_sm else "no SM"
+            write_at(axes, (left + 0.7, y), f"tile {tile}\n{what}", 10)
+            if at:
+                begin, end = (left - 0.48, y), (left - 0.02, y)
+                axes.annotate("", xy=end, xytext=begin, arrowprops=arrow)
+    axes.set(xlim=(-1.9, 1.9 * n_sms + 1.5), ylim=(-2.4, 0.7))
+    axes.axis("off")
+
+
+lab.sketch(
+    "Who waits for whom: four SMs, eight tiles of keys",
+    "If ids ascend, tiles 0 to 3 have the SMs, and tile 0 runs. If ids descend, tiles 7 to 4 have "
+    "them: each waits for the next lower tile, and tile 3 has no SM.",
+    chains,
+    height=1.7,
+)
+
 # %%
+# With ascending ids tile 0 runs, so tile 1 can follow, and so on. With descending ids none of the
+# four can ever add, so none makes room for tile 3. A simulation of both launches ends in the first
+# case, and stands still in the second.
+#
 # What the order costs
 # --------------------
 #
 # The cost of the waits depends on which programs run together, so we simulate four heads of eight
 # tiles of keys on eight SMs. In each tick a program does one step if its predecessor has done it.
-# *Full* attention has no mask; under a causal mask, later keys have fewer steps. Each row is an SM,
-# each colour a head, and grey means waiting:
+# *Full* attention has no mask; under a causal mask, later keys have fewer steps, because fewer
+# queries see them. Each row is an SM, each colour a head, and grey means waiting:
 
 # %%
 
@@ -373,15 +463,19 @@ def schedules(axes):
     rows, room = 8, 3  # SMs, and what the title of the next takes
     for block, (name, ticks) in enumerate(SHOWN.items()):
         top = block * (rows + room)
-        for at, tick in enumerate(ticks):
-            for sm, cell in enumerate(tick):
+        for sm in range(rows):
+            at = 0
+            for cell, same in groupby(tick[sm] for tick in ticks):
+                wide = len(list(same))
                 if cell:
                     head, _, worked = cell
                     ink = lab.colour(inks[head]) if worked else lab.colour("matmul")
-                    shade = 0.85 if worked else 0.25
-                    axes.barh(
-                        top + sm, 1, 0.8, at, align="edge", color=ink, alpha=shade
-                    )
+                    look = {"color": ink, "alpha": 0.85 if worked else 0.25}
+                    axes.barh(top + sm, wide, 0.8, at, align="edge", **look)
+                at += wide
+        axes.vlines(
+            range(1, len(ticks)), top - 0.1, top + rows, color="#ffffff", linewidth=0.7
+        )
         title = f"{name}: {len(ticks)} ticks ({least(ticks)} if no SM idled)"
         axes.text(0, top - 0.8, title, fontsize=11)
         axes.text(-0.7, top + rows / 2, "SMs", rotation=90, ha="right", va="center")
@@ -428,9 +522,10 @@ lab.read(
 # Why one warp only waits and adds
 # --------------------------------
 #
-# *Without* an order, a program asks the :term:`copy engine <TMA>` to add its part, and goes on. In
-# a *fixed* order it waits twice: for its turn, and then until the sums are in memory, because only
-# then may its counter say so. In the small kernel, all warps stand still meanwhile.
+# On Hopper, the :term:`copy engine <TMA>` can also add a tile to what is in memory. *Without* an
+# order, a program asks it to add the part, and goes on. In a *fixed* order the program waits twice:
+# for its turn, and then until the sums are in memory, before it writes its counter. In the small
+# kernel, all warps stand still meanwhile.
 
 # Measuring
 held = {  # rows, columns, bytes of a number, where
@@ -482,8 +577,6 @@ lab.read(
 #
 #    Give the additions their own warp. It waits for the turn and for the sums, while the warps that
 #    compute carry on.
-#
-# We have not measured what this saves: the ladder below has no fixed order without an adder.
 #
 # A program now has three roles, which meet only at barriers and in shared memory:
 #
@@ -571,18 +664,16 @@ lab.together(
 #          meets consumer 1 (5), and issues the part and dK. It waits for the part and dV (6), then
 #          for the buffer (7), and stores its part while dK runs. At last it waits for dK (8).
 #
-# **Of the operands that a step computes, only dS passes through shared memory.** A Hopper matmul
-# reads its *right* operand from shared memory, and its *left* one from shared memory or registers.
-# We compute the *transposed* scores :math:`K Q^\top`, and :math:`V dO^\top`, because then
-# :math:`P^\top` and :math:`dS^\top` are left operands, in the registers where they were computed.
+# **Why rows are keys.** A Hopper matmul reads its *right* operand from shared memory, but its
+# *left* one may also be in registers. With the *transposed* scores :math:`K Q^\top`, and
+# :math:`V dO^\top`, the weights :math:`P^\top` and :math:`dS^\top` are left operands of the matmuls
+# for :math:`dV` and :math:`dK`, so they can stay in the registers where they were computed.
 #
-# The exception is the part of :math:`dQ`. It needs :math:`dS` on the left, and a matmul can
-# transpose only what it reads from shared memory.
+# Only the part of :math:`dQ` needs :math:`dS` the other way round. A matmul can transpose only what
+# it reads from shared memory, so dS is stored there.
 #
-# The code below is that of the fast kernel, for head_dim 128.
-#
-# **Waits 1 to 3: make P while dP runs.** In step ``i``, a consumer combines the queries ``q`` and
-# their gradients ``do`` with its own 64 keys ``k`` and values ``v``. Rows again belong to keys:
+# **Waits 1 to 3: make P while dP runs.** In step ``i`` of the fast kernel, a consumer combines the
+# queries ``q`` and their gradients ``do`` with its own 64 keys ``k`` and values ``v``:
 #
 # .. code-block:: python
 #
@@ -634,13 +725,13 @@ lab.together(
 #
 # **Wait 6: compute the part of dQ.** If each consumer computed the part of its own 64 keys, every
 # step would have two parts to add. Instead, each computes half of the columns, for the keys of
-# both. In the picture and the code, ``half`` is the consumer whose *keys* and dS are read:
+# both. The keys and the dS of consumer 0 are ``half = 0``, those of consumer 1 ``half = 1``:
 
 
 # Drawing
 def halves_of_the_part(axes):
     edge = "#59636e"
-    fills = ("#eaf2fb", "#c4dcf3")  # of consumer 0, and of consumer 1
+    fills = ("#eaf2fb", "#fff4e5")  # of consumer 0, and of consumer 1
     boxes = [
         (2.2 * half, 1.1, 2.2, 2.2, "#f6f8fa", f"half = {half}") for half in (0, 1)
     ]
@@ -775,7 +866,7 @@ lab.sketch(
 #        row = row_of_head + (n_tiles - 1 - i) * BLOCK_M
 #        if start_n > 0:  # these keys are not the first of a head
 #            while position < i + 1:
-#                position = position_of(counter_ptr - 1)  # reads its counter
+#                position = position_of(counter_ptr - 1)  # the predecessor's counter
 #        for half in gl.static_range(2):
 #            mbarrier.wait(part_full.index(half), i & 1)
 #        for half in gl.static_range(2):
@@ -1290,7 +1381,7 @@ def worst_of_each():
 # ------------------------------
 #
 # On Hopper, in 16 bits, this kernel is the backward pass of ``attention(q, k, v)`` for most shapes.
-# The checks ran the package's version of it.
+# The checks ran the package's version of it, which takes any length.
 
 # Measuring
 dtype = torch.float16 if runtime.INTERPRETED else torch.bfloat16
@@ -1523,8 +1614,8 @@ lab.together(
 # -------------------------
 #
 # The *ladder* begins with “one sweep with roles”, in which the consumers themselves ask for the
-# additions. Each *rung* but the last adds one change to the rung above, and next to its bar is the
-# gain; ±0 is less than 2 %.
+# additions. Each *rung* adds what stands under its name, and next to its bar is the gain over the
+# rung above; ±0 is less than 2 %.
 #
 # The top two kernels are for comparison; :doc:`/chapters/attention_backward` explains them, and why
 # one sweep loses there. Two sweeps, too, are credited with only five matmuls, so a longer bar
@@ -1735,7 +1826,7 @@ WHAT_IS_NEW = {
     "half the columns": "one part per step, not two",
     "overlap": "matmuls issued ahead, as above",
     "an adder": "a warp adds, in no fixed order",
-    "a fixed order": "the adder waits for its turn",
+    "a fixed order": "turns; all tiles of a head at once",
     "heads apart": "causal: 8 tiles of each head at once",
     "Kernel Book": "any length; sums need no zeroing",
 }
@@ -1833,8 +1924,17 @@ lab.read(
 
 # Reading
 lab.read(
+    f"**“Overlap” {told('overlap')}.** This is what it buys to issue early and wait late: "
+    "on the rung above, a consumer waits for S, dV, the part and dK as soon as it has issued each."
+)
+
+# %%
+
+# Reading
+lab.read(
     f"**“An adder” {told('an adder')}.** It is there for the next rung, where it waits for turns "
-    "in place of the consumers."
+    "in place of the consumers. What it saves there is not known, because no rung has a fixed "
+    "order without an adder."
 )
 
 # %%
@@ -1857,9 +1957,9 @@ on_the_rung = (
     "an order run tiles of about as many. "
 )
 lab.read(
-    "**On the ladder, the order costs time only under a causal mask.** “Heads apart” wins that "
-    "time back by running tiles of many heads at once, and is as fast as “an adder”, which has no "
-    "order."
+    "**On the ladder, the order costs time only under a causal mask, and only while all tiles of a "
+    "head run at once.** “Heads apart” runs tiles of many heads at once, as the rungs without an "
+    "order do, and is as fast as “an adder”."
     if as_simulated and min(cost) >= -SCATTER
     else "Compared with “an adder”, “a fixed order” "
     f"{verdict(gain('a fixed order', 'full', 'an adder'))} in full attention and "
@@ -2273,10 +2373,22 @@ BARS = {  # cycles of a step, and how they are drawn
 }
 
 
+STEP_PIECES = {}  # cycles of the last bar, and how they are drawn
+if in_order:
+    pauses_of_it = in_order["pause at dS"] + in_order["pause at the part"]
+    STEP_PIECES = {
+        "five matmuls": (BARS["matmul units, counted"][0], "Kernel Book", 1.0),
+        "rest": (mean_step - BARS["matmul units, counted"][0] - pauses_of_it, "Kernel Book", 0.5),
+        "pauses": (pauses_of_it, "PyTorch", 1.0),
+    }
+
+
 def bars_in_words(_):
-    return ". ".join(
+    told_of = ". ".join(
         f"{what}: {found:,.0f} cycles" for what, (found, _) in BARS.items()
     )
+    pieces = ", ".join(f"{what} {n:,.0f}" for what, (n, *_) in STEP_PIECES.items())
+    return f"{told_of}{', of which ' * bool(pieces)}{pieces}."
 
 
 def bars_of_a_step(axes, _):
@@ -2286,10 +2398,20 @@ def bars_of_a_step(axes, _):
         "step": {"color": lab.colour("Kernel Book")},
     }
     for at, (found, look) in enumerate(BARS.values()):
-        axes.barh(at, found, 0.66, **looks[look])
         axes.text(found + 40, at, f"{found:,.0f}", va="center", fontsize=10)
+        if look != "step" or not STEP_PIECES:
+            axes.barh(at, found, 0.66, **looks[look])
+            continue
+        begin = 0
+        for what, (piece, ink, strength) in STEP_PIECES.items():
+            axes.barh(at, piece, 0.66, begin, color="#ffffff", zorder=0.9)  # behind the pale
+            axes.barh(at, piece, 0.66, begin, color=lab.colour(ink), alpha=strength)
+            write_at(axes, (begin + piece / 2, at + 0.83), f"{what}\n{piece:,.0f}", 10)
+            begin += piece
     axes.set_yticks(range(len(BARS)), BARS)
     axes.set(xlim=(0, 1.15 * mean_step), xlabel="cycles of a step")
+    axes.set_ylim(-0.6, len(BARS) + 0.4)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     axes.grid(axis="y", visible=False)
     axes.invert_yaxis()
 
@@ -2312,12 +2434,20 @@ lab.read(
 )
 
 # %%
-# **The matmul units pause twice in a step.** The picture shows a step in full attention, as a
-# running program recorded it. Of those recorded, it is the one whose pauses are nearest to the
-# averages below. The numbers in the boxes are those of the waits; wait 8 is the gap after box 7.
-#
-# The top row is inferred. A pause begins when the last matmul issued has had its counted cycles,
-# and ends when a consumer issues the next:
+# **The matmul units pause twice in a step.** The picture shows a typical step in full attention, as
+# a running program recorded it. The numbers in the boxes are those of the waits; wait 8 is the gap
+# after box 7.
+
+# %%
+
+# Reading
+lab.read(
+    "The top row is inferred from a count. The matmul units of an SM do 4,096 operations per "
+    f"cycle, so one matmul of both consumers takes {counted('dq')[0]:.0f} cycles. A pause begins "
+    "when the last matmul issued has had that long, and ends when a consumer issues the next:"
+)
+
+# %%
 
 
 # Drawing
@@ -2330,8 +2460,8 @@ PIECES = {  # from one point to another, the waits, what is done, and the fill
         ("matmuls", "handed over", "7", "hand over", "#eaf2fb"),
     ],
     "adder": [
-        ("asks", "its turn", "", "wait for turn", "#f6f8fa"),
-        ("its turn", "added", "", "add", "#fff4e5"),
+        ("asks", "has parts", "", "wait", "#f6f8fa"),
+        ("has parts", "added", "", "add", "#fff4e5"),
     ],
 }
 PER_LETTER = 68  # cycles that a letter takes in the figure
@@ -2411,7 +2541,7 @@ def timelines(axes, rows):
                 look = {"color": fill, "edgecolor": edge, "linewidth": 0.8}
                 axes.barh(at, end - begin, 0.7, begin, **look)
                 if row[b] - since > whole:  # of the next step
-                    number, text = "", "next" if number else "add"
+                    number, text = "", "next" if number else text
                 lines = [number, text if end - begin > PER_LETTER * len(text) else ""]
                 label = "\n".join(line for line in lines if line)
                 write_at(axes, ((begin + end) / 2, at), label, 9.5)
@@ -2483,9 +2613,6 @@ lab.draw(
 )
 
 # %%
-# **Between the pauses, the matmuls take longer than counted.** These are averages over programs
-# from all tiles; “no order” is the rung “an adder”. If a matmul outlasts its count, the pause
-# behind it is shorter than stated, and the rest longer by as much:
 
 # Measuring
 BUDGET = {  # cycles of a step, and of its two pauses
@@ -2521,8 +2648,6 @@ def budget_rows():
     ]
 
 
-lab.table(budget_rows() if BUDGET else [], "Cycles of a step in full attention")
-
 # %%
 
 # Reading
@@ -2551,42 +2676,17 @@ staggered = BUDGET and any_order["pause at the part"] < min(
 after_order = any_order["pause at the part"] if any_order else nan
 lab.read(
     "**In the first pause both consumers make dS; in the second, both hand their part over.** "
-    f"Handing over takes {handed_in:.0f} cycles with wait 7, but the dK that runs meanwhile lasts "
-    f"only {UNDER_WAY:.0f} by count."
+    f"Handing over takes {handed_in:.0f} cycles on average, wait 7 included, but the dK that runs "
+    f"meanwhile lasts only {UNDER_WAY:.0f} by count."
 )
 
 # %%
-
-# Reading
-lab.read(
-    "**Without the order, the second pause "
-    + ("almost disappears,** " if staggered else f"takes {after_order:.0f} cycles,** ")
-    + f"although handing over still takes {handed_any:.0f} cycles. "
-    + (
-        "The consumers must therefore often hand over at different times, one while the other's "
-        "matmuls run."
-        if staggered
-        else ""
-    )
-)
-
-# %%
-
-# Reading
-same_time = verdict(gain("a fixed order", "full", "an adder")) == NO_DIFFERENCE
-fewer = f"takes {abs(lost):.0f} % {'fewer' if lost > 0 else 'more'} cycles"
-lab.read(
-    f"**Yet giving up the order gains no time.** A traced step then {fewer}, but on the ladder “an "
-    "adder” is no faster, and we do not know why. A GPU may lower its clock under load, so fewer "
-    "cycles need not mean less time; the clock was not recorded."
-    if lost > 0 and same_time
-    else f"**A traced step then {fewer}.**"
-)
-
-# %%
-# **The rest may be due to shared memory.** By count, a step keeps it busy for longer than the
-# matmul units, and only because of the part of dQ. Two kernels that do nothing else test the
-# counts:
+# **The pauses are not all.** The last bar below is the mean step. Beside the five matmuls by count
+# and the two pauses it has a *rest*, so between the pauses, matmuls take longer than counted.
+#
+# **The rest may be due to shared memory.** By count, a step keeps shared memory busy for longer
+# than the matmul units; without the part of dQ it would not. Each dark bar is a kernel that does
+# only what its label says:
 
 # Drawing
 lab.draw(
@@ -2602,12 +2702,11 @@ lab.draw(
 rest = left_of(*BUDGET["a fixed order"]) if BUDGET else nan
 lab.read(
     f"**Matmuls and stores alone take {needed - ideal:,.0f} cycles more than the matmuls by "
-    f"count,** and the rest in the table above is {rest:,.0f}. Additions alone, by all SMs, take "
-    f"{cycles('all SMs add parts'):,.0f} cycles per part, which "
+    f"count,** and the rest is {rest:,.0f}. The additions by the copy engines of all SMs "
     + (
-        "fits into a step."
+        "fit into a step, so they alone do not hold it up."
         if cycles("all SMs add parts") < mean_step
-        else "is more than a step."
+        else "take longer than a step."
     )
 )
 
@@ -2637,7 +2736,9 @@ lab.together(
 
 # %%
 
-# Folded: What may be behind the gap to 1.4, what was tried, and more about the program drawn
+# Folded: What may be behind the gap to 1.4, what giving up the order changes, and what was tried
+same_time = verdict(gain("a fixed order", "full", "an adder")) == NO_DIFFERENCE
+fewer = f"takes {abs(lost):.0f} % {'fewer' if lost > 0 else 'more'} cycles"
 steps_drawn = [
     after["begins"] - row["begins"]
     for row, after in zip(rows_of(traced.rows), rows_of(traced.rows)[1:], strict=False)
@@ -2649,6 +2750,30 @@ lab.together(
         "a matmul of two sweeps. The shared sum may be the reason, because two sweeps keep every "
         "gradient in registers, whereas the part of dQ passes through shared memory. But the two "
         "versions also differ in language and roles, and nothing here times the sum alone."
+    ),
+    lab.table(budget_rows() if BUDGET else [], "Cycles of a step in full attention"),
+    lab.read(
+        "**The table** has averages over programs from all tiles; “no order” is the rung “an "
+        "adder”. If a matmul takes longer than its count, the pause behind it is shorter than "
+        "stated, and the rest longer by as much."
+    ),
+    lab.read(
+        "**Without the order, the second pause "
+        + ("almost disappears,** " if staggered else f"takes {after_order:.0f} cycles,** ")
+        + f"although handing over still takes {handed_any:.0f} cycles. "
+        + (
+            "The consumers must therefore often hand over at different times, one while the "
+            "other's matmuls run."
+            if staggered
+            else ""
+        )
+    ),
+    lab.read(
+        f"**Yet giving up the order gains no time.** A traced step then {fewer}, but on the ladder "
+        "“an adder” is no faster, and we do not know why. A GPU may lower its clock under load, so "
+        "fewer cycles need not mean less time; the clock was not recorded."
+        if lost > 0 and same_time
+        else f"**A traced step then {fewer}.**"
     ),
     lab.read(
         "**Tried without a gain,** in runs that no record holds: issuing dV before dS, which could "
@@ -2674,7 +2799,8 @@ lab.together(
     ),
     of_all,
     lab.read(
-        "**The first row of the figure.** After wait 3 of both consumers, only dP is in flight, "
+        "**The step drawn** is the recorded one whose pauses are nearest to the averages. **Its "
+        "first row:** after wait 3 of both consumers, only dP is in flight, "
         f"and after wait 6 only dK, for {UNDER_WAY:.0f} cycles each. "
         + (
             "Wait 7 is not long in the program drawn, because the adder had always finished the "
@@ -3003,14 +3129,6 @@ lab.draw(
 
 # %%
 
-# Measuring
-lab.table(
-    verdicts if speed.rows else [],
-    f"At how many of {len(at_points)} points one is faster by {100 * SCATTER:.0f} % or more",
-)
-
-# %%
-
 # Reading
 by_order = verdicts[1]
 two_chosen = [
@@ -3046,7 +3164,9 @@ lab.read(
 # Reading
 lab.read(
     (
-        "**Giving up the order does not pay,** because it slows down more points than it speeds up."
+        f"**Giving up the order does not pay:** it slows one sweep down at {by_order['slower']} of "
+        f"{len(at_points)} points and speeds it up at {by_order['faster']}. One reason may be that "
+        "without an order, the sums have to be set to zero first."
         if by_order["slower"] > by_order["faster"]
         else f"**Giving up the order** speeds up {points_in_words(by_order['faster'])} and slows "
         f"down {by_order['slower']}."
@@ -3111,6 +3231,10 @@ lab.plot(lines, "head_dim 64, full", where={"head_dim": 64, "mask": "full"})
 lab.plot(lines, "head_dim 64, causal", where={"head_dim": 64, "mask": "causal"})
 lab.together(
     lab.table(
+        verdicts if speed.rows else [],
+        f"At how many of {len(at_points)} points one is faster by {100 * SCATTER:.0f} % or more",
+    ),
+    lab.table(
         [
             {
                 key: f"{x:.0f}"
@@ -3127,9 +3251,7 @@ lab.together(
     ),
     lab.read(
         f"**Giving up the order** gains at most {100 * max(without):.0f} %, at "
-        f"{named([dearest])}, and loses up to {-100 * min(without):.0f} % elsewhere. One reason "
-        "may be the zeros: only in a fixed order is it known which part comes first, so that the "
-        "kernel can store it. Without an order, the sums have to be set to zero beforehand."
+        f"{named([dearest])}, and loses up to {-100 * min(without):.0f} % elsewhere."
         if speed.rows
         else f"{nan}"
     ),
@@ -3198,8 +3320,9 @@ lab.together(
 # key that does not exist therefore has the score 0 and the weight :math:`e^{0 - \mathrm{lse}}`,
 # which is later multiplied by zeros.
 #
-# But if lse is below about −88.7, this weight is infinite in float32, and infinity times zero is
-# not a number. The kernel therefore masks the weight:
+# But if all real scores of a query are so negative that its lse is below about −88.7, this weight
+# is infinite in float32, and infinity times zero is not a number. The package's kernel
+# therefore masks it:
 #
 # .. code-block:: python
 #

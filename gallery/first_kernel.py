@@ -16,7 +16,7 @@ You need no GPU: small examples run in Triton's :term:`interpreter`, and results
 replayed.
 """
 
-# sphinx_gallery_thumbnail_number = 2
+# sphinx_gallery_thumbnail_number = 4
 import re
 import statistics
 import time
@@ -65,10 +65,63 @@ def simple_weighted_sum(x, w):
 # %%
 # For each operation, PyTorch launches one :term:`kernel`, a function that runs on the GPU. The
 # multiplication reads ``x`` and writes a product as large as ``x``, which the sum then reads again.
-# All of this passes through :term:`HBM`, the GPU's main memory: 6 bytes per element with 16-bit
-# numbers. Only the 2 bytes that read ``x`` are necessary, so one kernel could be three times as
-# fast. The bars above, for the largest of six sizes, show a wider gap, because PyTorch's
-# multiplication is also slower than a copy.
+# All of this passes through :term:`HBM`, the GPU's main memory:
+
+# %%
+
+
+# Drawing
+FILLS = "#eaf2fb", "#fff4e5"  # what belongs to one program, and to another
+
+
+def traffic(axes):
+    size = torch.bfloat16.itemsize
+    look = {"ha": "center", "va": "center", "fontsize": 10}
+    lines = {
+        "two operations": (
+            ("multiply", "reads x"),
+            ("multiply", "writes x * w"),
+            ("sum", "reads x * w"),
+        ),
+        "one kernel": (("multiply, sum", "reads x"),),
+    }
+    for line, (name, steps_of) in enumerate(lines.items()):
+        ink = lab.colour(("PyTorch", "Kernel Book")[line])
+        axes.text(-0.08, line, name, va="center", ha="right", fontsize=10)
+        for step, (operation, does) in enumerate(steps_of):
+            axes.barh(
+                line,
+                0.94,
+                0.66,
+                step + 0.03,
+                color=FILLS[1 - line],
+                edgecolor=ink,
+                linewidth=0.8,
+            )
+            axes.text(step + 0.5, line - 0.14, operation, color=ink, **look)
+            axes.text(step + 0.5, line + 0.15, does, **look)
+        total = f"{size * len(steps_of)} bytes"
+        look_of_total = {"va": "center", "fontsize": 10, "fontweight": "bold"}
+        axes.text(len(steps_of) + 0.08, line, total, **look_of_total)
+    axes.set(xlim=(-0.85, 3.5), ylim=(1.45, -0.45), xticks=[], yticks=[])
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+
+
+lab.sketch(
+    "What passes through HBM for each 16-bit number of x",
+    "Two operations take three steps of 2 bytes: the multiplication reads x and writes x * w, and "
+    "the sum reads x * w. That makes 6 bytes. One kernel that does both only reads x, 2 bytes.",
+    traffic,
+    height=1.75,
+)
+
+# %%
+# One kernel could therefore be three times as fast. The bars above show a wider gap, because
+# PyTorch's multiplication is also slower than a copy.
+#
+# For this sum, PyTorch also has a single operation, ``x @ w``, because somebody has written its
+# kernel. For most formulas nobody has, so we practise on one whose results we can compare.
 #
 # Ten numbers in blocks of four
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -141,8 +194,9 @@ lab.table(
 )
 
 # %%
-# The :term:`mask` ``offsets < n`` leaves out offsets 10 and 11. To see what it prevents, we place
-# two more numbers after ``x``, and after ``y`` two that belong to something else, both ``-1``:
+# The :term:`mask` ``offsets < n`` leaves out offsets 10 and 11. To see what it prevents, we make
+# both tensors two numbers too long. In the second, the last two, both ``-1``, stand for somebody
+# else's data:
 
 
 @triton.jit
@@ -330,8 +384,61 @@ print("its own strides:", sum_rows(turned, w).tolist())
 print("wrong strides:  ", assumed.tolist())
 
 # %%
-# The wrong sums are those of the earlier matrix: the kernel has read the memory row by row. You can
-# now solve `puzzles 4 to 7 <Puzzles_>`__.
+# The wrong sums are those of the earlier matrix, because strides of 6 and 1 take six neighbours in
+# memory for a row:
+
+# %%
+
+
+# Drawing
+def two_readings(axes):
+    for line, (name, strides) in enumerate(
+        {"its own": turned.stride(), "wrong": (6, 1)}.items()
+    ):
+        for offset in range(30):
+            # the row and the column whose element lies at this offset
+            [row] = [
+                i
+                for i in range(5)
+                for j in range(6)
+                if i * strides[0] + j * strides[1] == offset
+            ]
+            known = row < 2  # two rows in colour are enough
+            axes.barh(
+                line,
+                0.86,
+                0.36,
+                offset + 0.07,
+                color=FILLS[row] if known else "#f6f8fa",
+                edgecolor=lab.colour(("Kernel Book", "PyTorch")[row])
+                if known
+                else lab.colour("copy"),
+                linewidth=1.1 if known else 0.5,
+            )
+        text = f"{name} strides, {strides[0]} and {strides[1]}"
+        axes.text(0, line - 0.36, text, va="center", fontsize=10)
+    look = {"va": "center", "ha": "right", "fontsize": 10}
+    axes.text(25.6, -0.36, "row 0", color=lab.colour("Kernel Book"), **look)
+    axes.text(30, -0.36, "row 1", color=lab.colour("PyTorch"), **look)
+    for offset in range(0, 30, 5):
+        look = {"ha": "center", "va": "center", "fontsize": 9}
+        axes.text(offset + 0.5, 1.4, str(offset), **look)
+    axes.set(xlim=(-0.2, 30.2), ylim=(1.6, -0.6), xticks=[], yticks=[])
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+
+
+lab.sketch(
+    "The same 30 numbers in memory, read in two ways",
+    "Two strips of 30 squares. With its own strides, 1 and 5, row 0 is every fifth square from 0 "
+    "on, and row 1 every fifth from 1 on. With the wrong strides, 6 and 1, row 0 is squares 0 to "
+    "5, and row 1 squares 6 to 11.",
+    two_readings,
+    height=1.75,
+)
+
+# %%
+# You can now solve `puzzles 4 to 7 <Puzzles_>`__.
 #
 # What programs must not share
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -362,9 +469,6 @@ print("wrong strides:  ", assumed.tolist())
 
 
 # Drawing
-FILLS = "#eaf2fb", "#fff4e5"  # what belongs to one program, and to another
-
-
 def lost_addition(axes):
     orders = (
         ((0, "loads 5"), (0, "stores 6"), (1, "loads 6"), (1, "stores 7")),
@@ -657,8 +761,7 @@ print(dw.tolist())
 
 # %%
 # The second launch needs no new kernel: ``parts.t()`` has a row for each column of ``x``, and
-# ``rows_kernel`` sums that row with weights of 1. Triton refuses this launch beyond 1,048,576
-# rows of ``x``, a limit that `a loop over the rows <4. A loop over the rows_>`__ lifts.
+# ``rows_kernel`` sums that row with weights of 1.
 #
 # A PyTorch operation
 # ~~~~~~~~~~~~~~~~~~~
@@ -750,8 +853,9 @@ lab.table(
 )
 
 # %%
-# Your kernels make the second mistake when ``x`` has more than 2³¹ elements.
-# ``tl.program_id(0).to(tl.int64)`` fixes ``rows``; ``cols`` may need the same.
+# Your kernels avoid the first mistake, because they add in float32. They make the second when ``x``
+# has more than 2³¹ elements. There ``tl.program_id(0).to(tl.int64)`` fixes ``rows``, and ``cols``
+# may need the same.
 
 # %%
 
@@ -1071,23 +1175,32 @@ slowly, first_takes, copied = (
     forward.milliseconds_at(name, rows=2**16)
     for name in ("PyTorch", "one row a program", "copy")
 )
-lab.read(
-    f"**With 65,536 rows of 4,096, your kernel takes {1e3 * first_takes:,.0f} µs, "
-    + (
-        "about as long as "
-        if abs(first_takes / copied - 1) < 0.03
-        else "compared with "
-    )
-    + f"a copy that moves as many bytes ({1e3 * copied:,.0f} µs).** PyTorch's two operations take "
-    f"{1e3 * slowly:,.0f} µs."
+copy_speed = 2**16 * 4096 * 2 / copied / 1e9  # TB/s, of what is read and written
+lab.together(
+    lab.read(
+        f"**With 65,536 rows of 4,096, your first kernel takes {1e3 * first_takes:,.0f} µs and "
+        f"PyTorch's two operations {1e3 * slowly:,.0f}.** Is that fast? A copy is a good ruler, "
+        "because it does nothing but move bytes. One that reads half of `x` and writes as much "
+        f"moves as many bytes as we must read, and takes {1e3 * copied:,.0f} µs."
+    ),
+    *(
+        [
+            lab.read(
+                "A kernel that mostly reads could be faster still: reading alone, HBM delivered "
+                f"{hbm:.1f} TB/s, while this copy moves {copy_speed:.1f} and your kernel reads "
+                f"{copy_speed * copied / first_takes:.1f}."
+            )
+        ]
+        if hbm > copy_speed * max(1, copied / first_takes) or not forward.rows
+        else []
+    ),
 )
 
 # %%
-# In the figure, 100 % is that copy, which reads half of ``x`` and writes as much. All times are of
-# the GPU alone, and bands show the scatter of the runs (:doc:`/reading-figures`). 1Ki is 1,024.
-#
-# The *first kernel* is ``sum_rows(x, w, block_rows=1)``, with one row per program. *The operator*
-# follows in the `next section <What a finished operator adds_>`__.
+# In the figure, 100 % is that copy. All times are of the GPU alone, and bands show the scatter of
+# the runs (:doc:`/reading-figures`). 1Ki is 1,024. The *first kernel* is ``sum_rows(x, w,
+# block_rows=1)``, with one row per program, and *the operator* is what it becomes in the `next
+# section <What a finished operator adds_>`__.
 
 lab.plot(
     forward,
@@ -1103,7 +1216,11 @@ lab.plot(
             "Kernel Book",
         )
     },
-    names={"one row a program": "first kernel", "Kernel Book": "the operator"},
+    names={
+        "one row a program": "first kernel",
+        "Kernel Book": "the operator",
+        "PyTorch": "two operations",
+    },
 )
 
 # %%
@@ -1245,7 +1362,7 @@ between = all(
 )
 lab.together(
     lab.read(
-        f"**With rows of 4,096, this simple kernel reaches at least {100 * min(of_first):.0f} % of "
+        f"**With rows of 4,096, the first kernel reaches at least {100 * min(of_first):.0f} % of "
         "the speed of a copy at every size.** PyTorch's two operations reach "
         + (
             "less than half"
@@ -1259,6 +1376,11 @@ lab.together(
         )
     ),
     lab.read(
+        "With few rows, these shares say little about memory, because the copy itself is slow: it "
+        f"moves {speed_of_copy(forward, MARKS[0]):.2f} TB/s with {MARKS[0]} rows and "
+        f"{speed_of_copy(forward, MARKS[2]):.1f} with {MARKS[2]:,}."
+    ),
+    lab.read(
         "`torch.compile`, which spares you writing a kernel, "
         + (f"{', but '.join(found)}." if found else "is as fast as the first kernel.")
     ),
@@ -1269,13 +1391,16 @@ lab.together(
 # Folded: How this was timed, the numbers, and PyTorch's two operations
 lab.together(
     lab.read(
-        "Before every run, the benchmark writes other numbers so that L2 does not hold `x`. The "
-        f"copy of the largest size moves {speed_of_copy(forward, 2**16):.1f} TB/s, and reading "
-        f"alone, HBM delivered {hbm:.1f} in the table of memories"
+        "Before every run, the benchmark writes other numbers so that L2 does not hold `x`. "
         + (
-            ". So a kernel that mostly reads can exceed the speed of a copy."
-            if hbm > speed_of_copy(forward, 2**16)
-            else "."
+            "The first kernel has one row per program in the figure; with two, it takes "
+            f"{gap(forward, MARKS, 'two rows a program', 'one row a program')} more time."
+            if all(
+                forward.milliseconds_at("two rows a program", rows=rows)
+                > 0.99 * forward.milliseconds_at("one row a program", rows=rows)
+                for rows in MARKS
+            )
+            else ""
         )
     ),
     lab.table(
@@ -1300,8 +1425,8 @@ lab.together(
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
 # The operator, ``kernelbook.weighted_sum``, accepts any shape and strides, and ``torch.compile``
-# can compile a model around it. Four changes keep it fast where your kernels are slow or Triton
-# refuses them.
+# can compile a model around it. Three changes keep it fast where your kernels are slow or Triton
+# refuses them: with very long rows, with lengths such as 100, and backward.
 
 # %%
 
@@ -1386,85 +1511,13 @@ compiled_facts = lab.facts(
 
 
 # %%
-
-# Folded: The whole operator, from the kernels outwards, and two smaller changes: FLAT and EARLY
-flag = {row["flag"]: row for row in flags.rows}
-
-
-def with_and_without(name):
-    row = flag[name]
-    return f"{row['on (µs)']:.1f} µs with the flag and {row['off (µs)']:.1f} without"
-
-
-lab.together(
-    lab.listing(
-        {
-            "1. Forward, on the GPU: a program has some rows and one part of their columns": (
-                weighted_sum_fwd_kernel
-            ),
-            "2. Backward, on the GPU: a program has some columns and its share of the rows, and "
-            "reads x once": weighted_sum_bwd_kernel,
-            "3. The second launch of either pass, if its sums are in parts": part_sum_kernel,
-            "4. Forward, on the host: choose the blocks, launch, add the parts": _forward,
-            "5. Backward, on the host: the same; a gradient that nobody needs is None": (
-                _backward
-            ),
-            "6. What PyTorch calls for the result: allocate it, and view x as a matrix": _run,
-            "7. What PyTorch calls for the gradients: allocate those that are needed": (
-                _run_backward
-            ),
-            "8. What autograd keeps from forward, as save_for_backward above": _setup_context,
-            "9. What autograd runs backward, as the second method of the class above": _gradient,
-            "10. The public function: refuse what is wrong, and call the operator": weighted_sum,
-        }
-    ),
-    lab.read(
-        "**`FLAT`** loads a block of short, contiguous rows as one line of numbers, and cuts the "
-        "line into rows with `tl.reshape` once the numbers have arrived. This needs no strides and "
-        "no loop"
-        + (
-            f": for rows of 64, the compiled kernel has "
-            f"{flag['FLAT, rows of 64']['instructions, on']} instructions with the flag and "
-            f"{flag['FLAT, rows of 64']['instructions, off']} without, and 2²⁶ numbers take "
-            f"{with_and_without('FLAT, rows of 64')}. In rows of 8, they take "
-            f"{with_and_without('FLAT, rows of 8')}."
-            if flag
-            else "."
-        )
-    ),
-    lab.read(
-        "With **`EARLY`**, the kernel that adds the partial sums is launched while the backward "
-        "kernel still runs. It then calls `gdc_wait`, which waits until the backward kernel has "
-        "ended and its sums can be read"
-        + (
-            f": with 4,096 rows of 4,096, the two together take {with_and_without('EARLY')}."
-            if "EARLY" in flag
-            else "."
-        )
-    ),
-    lab.table(
-        [
-            {
-                "columns of x": row["case"].split()[0],
-                "kernel": row["kernel"],
-                "registers per thread": row["registers"],
-                "spilled": row["spills"],
-                "shared memory (bytes)": row["shared_bytes"],
-            }
-            for row in compiled_facts.rows
-        ],
-        "What the compiler made of the operator, 4,096 rows in bfloat16",
-    ),
-)
-
-# %%
 # 1. A loop over the columns
 # ^^^^^^^^^^^^^^^^^^^^^^^^^^
 #
 # ``rows_kernel`` needs a block as long as the row, and Triton refuses blocks of more than 1,048,576
-# elements. A loop takes the row block by block. Since there are often too few long rows to occupy
-# all SMs, the :term:`grid` gets a second dimension: ``tl.program_id(1)`` says which part of its
-# rows a program sums.
+# elements. A loop takes the row block by block. Long rows are often few, so that programs with
+# whole rows would leave most SMs idle. The :term:`grid` therefore gets a second dimension:
+# ``tl.program_id(1)`` says which part of its rows a program sums.
 
 # %%
 
@@ -1720,8 +1773,8 @@ def addressed():
 ways = lab.attempt("Offsets, block pointers and descriptors", addressed)
 
 # %%
-# *Loop in parts* divides the rows until there are 1,024 programs. *Loop*, drawn where it differs,
-# keeps rows whole. 4Mi is 4,194,304:
+# In the figure, the *loop* gives each program whole rows, and the *loop in parts* divides the rows
+# until there are 1,024 programs. The loop is drawn where the two differ. 4Mi is 4,194,304:
 
 
 def shape_providers(columns, rows, dtype):
@@ -1910,12 +1963,25 @@ lab.read(
 # %%
 
 # Reading
+past_parts = [
+    columns
+    for columns in LENGTHS
+    if of_shape("torch.compile", columns) > 1.02 * of_shape("loop in parts", columns)
+]
 lab.read(
     "**Short rows gain too,** though the loop makes a single iteration there: up to 256 columns, "
     f"with many rows in a block, this kernel is at least {min(gains):.1f} times as fast as the "
     "first."
     if min(gains, default=nan) > 1.05 or not shapes.rows
     else "Short rows, for which the loop makes a single iteration, do not gain."
+)
+
+# %%
+
+# Reading
+lab.read(
+    f"`torch.compile` is faster than the loop in parts at {len(past_parts)} of the {len(LENGTHS)} "
+    "lengths" + ("." if compiled_ahead else ", but at none faster than the operator.")
 )
 
 # %%
@@ -1982,8 +2048,8 @@ lab.together(
     ),
     lab.read(
         f"With rows of 1,024, the loop reaches {of_shape('loop', 1024):.0f} % and the operator "
-        f"{of_shape('Kernel Book', 1024):.0f}. The operator's blocks are larger, and it has the "
-        "hint of point 3. We did not measure what each of these gains."
+        f"{of_shape('Kernel Book', 1024):.0f}. The operator's blocks are larger, and it has a hint "
+        "to the L2 cache. We did not measure what each of these gains."
     ),
     lab.table(
         [
@@ -2010,14 +2076,15 @@ lab.together(
 # ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
 #
 # The loop dips at rows of 100 in the figure. A thread loads only one number at a time there,
-# because Triton checks only whether a stride is 1 or a multiple of 16.
-#
-# The operator therefore passes ``UNIT``, a ``constexpr``: the largest power of two, up to 16, that
-# divides both the length and the stride of the rows, here 4:
+# because Triton checks only whether a stride is 1 or a multiple of 16. It does not notice that 100
+# is a multiple of 4. The operator's kernel says so in a line that seems to do nothing:
 #
 # .. code-block:: python
 #
 #    n_cols, stride_row = n_cols // UNIT * UNIT, stride_row // UNIT * UNIT
+#
+# ``UNIT``, a ``constexpr``, is the largest power of two, up to 16, that divides both the length and
+# the stride of the rows, here 4.
 
 # %%
 
@@ -2074,9 +2141,9 @@ loaded = lab.measure(
 blind, known, *_ = [row["µs"] for row in loaded.rows] or [nan] * 2
 _, wide, *_ = [row["widest load (bytes)"] for row in loaded.rows] or [nan] * 2
 lab.read(
-    "The line changes neither number, but it shows the compiler that both are multiples of 4, and "
-    f"a thread loads {wide / 2:.0f} numbers at once. **With rows of 100, this makes the operator's "
-    f"kernel {blind / known:.1f} times as fast.**"
+    "The line changes neither number, but the compiler now sees that both are multiples of 4, and "
+    f"lets a thread load {wide / 2:.0f} numbers at once. **With rows of 100, this makes the "
+    f"operator's kernel {blind / known:.1f} times as fast.**"
 )
 
 # %%
@@ -2103,15 +2170,6 @@ lab.together(
         "the results can be silently wrong."
     ),
 )
-
-# %%
-# 3. A hint to the L2 cache
-# ^^^^^^^^^^^^^^^^^^^^^^^^^
-#
-# What another kernel has left in L2 can slow yours. Each load of ``x`` evicts other numbers from a
-# full L2, and those that were written must then be copied to HBM. ``tl.load(…,
-# eviction_policy="evict_first")`` asks L2 to evict ``x`` first, so that the written numbers can
-# stay.
 
 # %%
 
@@ -2156,33 +2214,35 @@ evicted = lab.measure("What L2 holds, and 16,384 rows", evictions)
 
 # %%
 
-# Reading
+# Folded: A smaller change: a hint to the L2 cache, and what it saves
 (dirty, dirty_first), (clean, clean_first) = [
     (row["as usual (µs)"], row["evict_first (µs)"]) for row in evicted.rows
 ] or [(nan, nan)] * 2
 saved, saved_clean = 100 * (1 - dirty_first / dirty), 100 * (1 - clean_first / clean)
 l2 = (forward.provenance or {}).get("l2_mib", nan)
-lab.read(
-    f"**With 16,384 rows, the hint saves {saved:.0f} % of the time after a kernel that wrote, "
-    + (
-        "but nothing"
-        if abs(saved_clean) < 2
-        else f"{'but it costs' if saved_clean < 0 else 'and'} {abs(saved_clean):.0f} %"
-    )
-    + " after one that only read.** "
-    + (
-        "Our benchmark writes before every run. This would explain why the first kernel, which has "
-        f"no hint, reaches only {100 * of_first[-2]:.0f} % at this size in the forward figure. "
-        if dirty > 1.1 * clean and of_first[-2] < 0.95 or not evicted.rows
-        else ""
-    )
-    + "We did not test the hint with other numbers of rows."
-)
-
-# %%
-
-# Folded: The times with and without the hint, and what we did not measure
 lab.together(
+    lab.read(
+        "What another kernel has left in L2 can slow yours. Each load of `x` evicts other numbers "
+        "from a full L2, and those that were written must then be copied to HBM. "
+        '`tl.load(…, eviction_policy="evict_first")` asks L2 to evict `x` first, so that the '
+        "written numbers can stay."
+    ),
+    lab.read(
+        f"With 16,384 rows, the hint saves {saved:.0f} % of the time after a kernel that wrote, "
+        + (
+            "but nothing"
+            if abs(saved_clean) < 2
+            else f"{'but it costs' if saved_clean < 0 else 'and'} {abs(saved_clean):.0f} %"
+        )
+        + " after one that only read. "
+        + (
+            "Our benchmark writes before every run. This may be why the first kernel, which has no "
+            f"hint, reaches only {100 * of_first[-2]:.0f} % at this size in the forward figure. "
+            if dirty > 1.1 * clean and of_first[-2] < 0.95 or not evicted.rows
+            else ""
+        )
+        + "We did not test the hint with other numbers of rows."
+    ),
     lab.table(
         [
             {
@@ -2208,26 +2268,67 @@ lab.together(
 )
 
 # %%
-# 4. A loop over the rows
+# 3. A loop over the rows
 # ^^^^^^^^^^^^^^^^^^^^^^^
 #
-# Your backward pass is slowed by its partial sums. For 65,536 rows of ``x``, the first launch
-# leaves 32,768 rows of them. In float32 these are as large as ``x``, so writing and reading them
-# doubles the bytes. The second launch also reads them slowly: its reads cannot coalesce, because
-# neighbours in a row of ``parts.t()`` lie 4,096 numbers apart.
+# Your backward pass is slowed by its partial sums. Each block of two rows leaves a row of them in
+# float32, as many bytes as two rows of 16-bit numbers. So all the sums are as large as ``x``, and
+# writing and reading them doubles the bytes.
 #
-# **A loop over the rows makes both costs small, because it leaves few sums.** We start at most four
-# programs per SM, and each adds up further rows, ``step`` apart, before it stores its sums:
+# The second launch also reads them slowly. Its reads cannot coalesce, because neighbours in a row
+# of ``parts.t()`` lie a whole row of ``parts`` apart.
+#
+# **A loop over the rows makes both costs small, because it leaves few sums.** A program no longer
+# ends after its first block, but adds further blocks to the same total:
+
+# %%
+
+
+# Drawing
+def blocks_in_turn(axes):
+    blocks = 6
+    look = {"ha": "center", "va": "center", "fontsize": 10}
+    for side, (name, programs) in enumerate(
+        {"rows_backward": blocks, "loop_backward": 2}.items()
+    ):
+        left = 5.0 * side
+        axes.text(left + 2.1, -0.55, name, fontweight="bold", **look)
+        for block in range(blocks):
+            program = block % programs
+            ink = lab.colour(("Kernel Book", "PyTorch", "copy")[min(program, 2)])
+            fill = (*FILLS, "#f6f8fa")[min(program, 2)]
+            style = {"color": fill, "edgecolor": ink, "linewidth": 0.8}
+            axes.barh(block + 0.5, 4.2, 0.84, left, **style)
+            axes.text(left + 2.1, block + 0.5, f"program {program}", color=ink, **look)
+            if block < programs:
+                axes.barh(7.45 + 0.5 * program, 4.2, 0.38, left, **style)
+        arrow(axes, (left + 2.1, 6.1), (left + 2.1, 7.1))
+    look |= {"ha": "right", "fontsize": 11, "fontweight": "bold"}
+    axes.text(-0.3, 3, "x", **look)
+    axes.text(-0.3, 8.7, "sums", **look)
+    axes.set(xlim=(-1.5, 9.4), ylim=(10.3, -1), xticks=[], yticks=[])
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+
+
+lab.sketch(
+    "Six blocks of rows, and the sums that they leave",
+    "On the left, rows_backward: six programs, 0 to 5, with one block each leave six rows of sums. "
+    "On the right, loop_backward: programs 0 and 1 take the six blocks in turn, three each, and "
+    "leave two rows of sums.",
+    blocks_in_turn,
+    height=3.2,
+)
+
+# %%
+# We start at most four programs per SM. From one block of a program to its next are ``step`` rows:
 #
 # .. literalinclude:: first_kernel.py
 #    :language: python
 #    :pyobject: loop_bwd_kernel
 #    :start-at: total = tl.zeros
-#    :end-before: offsets =
+#    :end-before: tl.store(parts_ptr
 #    :dedent:
-#
-# Each iteration ends with ``total += dy[:, None] * x``, and after the loop comes ``tl.sum(total,
-# axis=0)``.
 
 # %%
 
@@ -2427,9 +2528,9 @@ lab.read(
     f"**With 65,536 rows, the second launch takes {second_after:,.0f} µs instead of "
     f"{second_one:,.0f}.** "
     + (
-        "With as many sums as before, but those of a column side by side, it takes "
-        f"{side_by_side:,.0f}:"
-        if adjacent.rows
+        "Most of this was the price of their order: with the sums of a column side by side, the "
+        f"same launch takes {side_by_side:,.0f}."
+        if side_by_side < 0.5 * second_one or not adjacent.rows
         else "Here are the two launches alone:"
     )
 )
@@ -2439,7 +2540,7 @@ lab.read(
 lab.table(
     [
         {
-            "65,536 rows": name,
+            "backward pass": name,
             "rows of sums": f"{row['rows of sums']:,}",
             "first launch (µs)": of_first_launch.format(row["first launch (µs)"]),
             "second launch (µs)": f"{of_second_launch:.0f}",
@@ -2452,7 +2553,7 @@ lab.table(
     ]
     if launched.rows
     else [],
-    "The two launches, timed alone",
+    "The two launches with 65,536 rows, timed alone",
 )
 
 # %%
@@ -2529,8 +2630,8 @@ lab.together(
             else f"{min(lead):.1f} to {max(lead):.1f} times"
         )
         + " as fast as the loop. It also divides the columns among programs, and adds up the sums "
-        "with a dedicated kernel, which it launches early (`EARLY`, in the fold of the whole "
-        "operator); we did not isolate what each of these gains."
+        "with a dedicated kernel, which it launches early (`EARLY`, in the next fold); we did not "
+        "isolate what each of these gains."
     ),
     lab.table(
         in_percent(backward, backward.providers, passes=2),
@@ -2555,6 +2656,84 @@ lab.together(
 )
 
 # %%
+
+# Folded: The whole operator, from the kernels outwards, and two smaller changes: FLAT and EARLY
+flag = {row["flag"]: row for row in flags.rows}
+
+
+def with_and_without(name):
+    row = flag[name]
+    return f"{row['on (µs)']:.1f} µs with the flag and {row['off (µs)']:.1f} without"
+
+
+lab.together(
+    lab.listing(
+        {
+            "1. Forward, on the GPU: a program has some rows and one part of their columns": (
+                weighted_sum_fwd_kernel
+            ),
+            "2. Backward, on the GPU: a program has some columns and its share of the rows, and "
+            "reads x once": weighted_sum_bwd_kernel,
+            "3. The second launch of either pass, if its sums are in parts": part_sum_kernel,
+            "4. Forward, on the host: choose the blocks, launch, add the parts": _forward,
+            "5. Backward, on the host: the same; a gradient that nobody needs is None": (
+                _backward
+            ),
+            "6. What PyTorch calls for the result: allocate it, and view x as a matrix": _run,
+            "7. What PyTorch calls for the gradients: allocate those that are needed": (
+                _run_backward
+            ),
+            "8. What autograd keeps from forward, as save_for_backward above": _setup_context,
+            "9. What autograd runs backward, as the second method of the class above": _gradient,
+            "10. The public function: refuse what is wrong, and call the operator": weighted_sum,
+        }
+    ),
+    lab.read(
+        "**`FLAT`** loads a block of short, contiguous rows as one line of numbers, and cuts the "
+        "line into rows with `tl.reshape` once the numbers have arrived. This needs no strides and "
+        "no loop"
+        + (
+            f": for rows of 64, the compiled kernel has "
+            f"{flag['FLAT, rows of 64']['instructions, on']} instructions with the flag and "
+            f"{flag['FLAT, rows of 64']['instructions, off']} without, and 2²⁶ numbers take "
+            f"{with_and_without('FLAT, rows of 64')}. In rows of 8, they take "
+            f"{with_and_without('FLAT, rows of 8')}."
+            if flag
+            else "."
+        )
+    ),
+    lab.read(
+        "With **`EARLY`**, the kernel that adds the partial sums is launched while the backward "
+        "kernel still runs. It then calls `gdc_wait`, which waits until the backward kernel has "
+        "ended and its sums can be read"
+        + (
+            f": with 4,096 rows of 4,096, the two together take {with_and_without('EARLY')}."
+            if "EARLY" in flag
+            else "."
+        )
+    ),
+    lab.table(
+        [
+            {
+                "columns of x": row["case"].split()[0],
+                "kernel": row["kernel"],
+                "registers per thread": row["registers"],
+                "spilled": row["spills"],
+                "shared memory (bytes)": row["shared_bytes"],
+            }
+            for row in compiled_facts.rows
+        ],
+        "What the compiler made of the operator, 4,096 rows in bfloat16",
+    ),
+)
+
+# %%
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    A memory-bound kernel is fast if it reads each number once, in wide loads of neighbours, from
+#    enough programs to occupy all SMs, and leaves little for a second launch to read.
+#
 # Is it right?
 # ~~~~~~~~~~~~
 
@@ -2789,21 +2968,16 @@ short_of_aim = [n for n in LENGTHS if of_shape("Kernel Book", n) < 100 * AIM]
 shortfall = min(LENGTHS, key=lambda columns: of_shape("Kernel Book", columns))
 lab.read(
     (
-        "**Forward, with rows of 4,096, the operator gains little over your kernel:** at most "
-        f"{100 * most_saved:.0f} % of the time, with {most_at:,} rows"
-        + (
-            ", about what the hint of point 3 saves alone."
-            if most_at == 2**14 and abs(saved - 100 * most_saved) < 2
-            else "."
-        )
+        "**Forward, with rows of 4,096, the operator gains little over your first kernel:** at "
+        f"most {100 * most_saved:.0f} % of the time, with {most_at:,} rows."
         + (
             f" Up to {little[-1]:,} rows, it gains nothing beyond the scatter."
             if little
             else ""
         )
         if leads or not forward.rows
-        else "**Nowhere with rows of 4,096 is the operator faster forward than your kernel** by "
-        "more than the scatter."
+        else "**Nowhere with rows of 4,096 is the operator faster forward than your first "
+        "kernel** by more than the scatter."
     )
     + (f" {compiled_sooner}" if clearly_sooner else "")
 )
@@ -2811,21 +2985,26 @@ lab.read(
 # %%
 
 # Reading
+next_worst = min(
+    (n for n in LENGTHS if n != shortfall),
+    key=lambda columns: of_shape("Kernel Book", columns),
+)
 lab.read(
     (
-        f"**With rows of other lengths, it misses our forward aim, {100 * AIM:.0f} % of a copy, at "
-        f"{len(short_of_aim)} of the {len(LENGTHS)} lengths in the figure of point 1.** "
+        f"**It misses our aim of {100 * AIM:.0f} % of a copy** at {len(short_of_aim)} of the "
+        f"{len(LENGTHS)} lengths in the figure of point 1"
+        + (", and with 4,096 rows of 4,096. " if below else ". ")
         if short_of_aim or not shapes.rows
         else f"Forward, it meets our aim, {100 * AIM:.0f} % of a copy, with rows of any length. "
     )
-    + f"At worst, it reaches {of_shape('Kernel Book', shortfall):.0f} %, with rows of "
     + (
-        "two. There the sums are half as large as `x`, but we do not count their bytes; with them, "
-        f"it would be {1.5 * of_shape('Kernel Book', 2):.0f} %"
+        f"It is lowest with rows of two, at {of_shape('Kernel Book', 2):.0f} %, but there we leave "
+        "out the bytes of the sums, half as many as those of `x`. Next is "
+        f"{of_shape('Kernel Book', next_worst):.0f} %, with rows of {short(next_worst)}."
         if shortfall == 2
-        else f"{shortfall:,}"
+        else f"At worst, it reaches {of_shape('Kernel Book', shortfall):.0f} %, with rows of "
+        f"{shortfall:,}."
     )
-    + "."
 )
 
 # %%
@@ -2847,6 +3026,20 @@ lab.together(
             if too_slow
             else "meets the aim with rows of any length."
         )
+    ),
+    *(
+        [
+            lab.read(
+                "With 16,384 rows of 4,096, the operator gains over your kernel about what the "
+                "hint to the L2 cache saves alone."
+            )
+        ]
+        if most_at == 2**14 and abs(saved - 100 * most_saved) < 2
+        else []
+    ),
+    lab.read(
+        "With the bytes of the sums, the operator would reach "
+        f"{1.5 * of_shape('Kernel Book', 2):.0f} % with rows of two."
     ),
     lab.read(
         f"Backward, we aimed at {BACKWARD_AIM} % from 2²⁴ numbers on, which the operator "
@@ -3018,7 +3211,8 @@ assert torch.equal(y, x.flip(0))
 # 4. Read the diagonal of a 7 × 7 matrix: each step is one row stride plus one column stride.
 # 5. Build the 5 × 6 matrix of all products of two vectors, of 5 and of 6 elements.
 # 6. Find the largest number in each row, even if negative, using ``tl.max``.
-# 7. Transpose a 50 × 70 matrix in blocks of 16 × 16, using ``tl.program_id(1)``.
+# 7. Transpose a 50 × 70 matrix in blocks of 16 × 16. The grid is ``(4, 5)``, and
+#    ``tl.program_id(1)`` is a program's number in its second dimension.
 
 # %%
 

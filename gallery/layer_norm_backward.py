@@ -14,7 +14,7 @@ You will learn
 - which memory accesses a lock has to order.
 """
 
-# sphinx_gallery_thumbnail_number = 1
+# sphinx_gallery_thumbnail_number = 3
 import statistics
 from functools import partial
 from unittest import mock
@@ -57,7 +57,7 @@ lab.start("layer_norm_backward", "kernelbook.ops.layer_norm")
 # mean 0 and scaled to variance 1. Its backward pass receives ``dy``, the gradient of the loss with
 # respect to ``y``, and computes the gradients of ``x``, the weight and the bias. The forward pass
 # has already stored two numbers per row, ``mean`` and ``rstd``, the reciprocal of the standard
-# deviation, which save the backward pass an extra read of the row.
+# deviation, so the backward pass need not compute them again.
 
 
 def simple_backward(x, w, mean, rstd, dy):
@@ -72,33 +72,61 @@ def simple_backward(x, w, mean, rstd, dy):
 # %%
 # PyTorch runs each operation as a separate :term:`kernel`. For each row of :math:`N` elements,
 # these kernels read :math:`16 N` numbers and write :math:`9 N`. A single kernel that reads ``x``
-# and ``dy`` once and writes ``dx`` moves only :math:`3 N`, which is 12 % of :math:`25 N`.
-#
-# The bars above credit every version with these :math:`3 N` alone. This function, the first bar,
-# can therefore reach at most about 12 if all its numbers go through main memory. We time PyTorch's
-# own ``F.layer_norm`` at the end.
+# and ``dy`` once and writes ``dx`` moves only :math:`3 N`, about an eighth. We time PyTorch's own
+# ``F.layer_norm`` at the end.
 #
 # The idea
 # --------
 #
 # A single kernel is difficult because the backward pass sums in two directions. ``c1`` and ``c2``
 # are means *along a row*, which the :term:`program` that owns the row can compute alone. The
-# gradients of weight and bias, however, are sums *down the columns*: every row contributes, and the
-# rows belong to different programs, which run at the same time and in no fixed order.
+# gradients of weight and bias, ``dw`` and ``db``, are sums *down the columns*, to which every
+# program contributes:
+
+
+# Drawing
+def two_directions(axes):
+    inks = [lab.colour(name) for name in ("Kernel Book", "PyTorch", "copy")]
+    programs = list(zip(inks, ("#eaf2fb", "#fff4e5", "#f6f8fa"), strict=True))
+    grey, look = inks[2], {"va": "center", "fontsize": 11}
+    for row, (ink, fill) in enumerate(programs):
+        axes.text(-0.25, row, f"program {row}", ha="right", color=ink, **look)
+        axes.barh([row] * 5, 0.88, 0.62, range(5), color=fill, edgecolor=ink, lw=0.9)
+        arrow = {"arrowstyle": "->", "color": ink}
+        axes.annotate("", (5.65, row), (5.0, row), arrowprops=arrow)
+        axes.text(5.8, row, "c1, c2", color=ink, **look)
+    for column in range(5):
+        for part, (ink, fill) in enumerate(programs):  # a part from each program
+            left = column + 0.3 * part
+            axes.barh(3.45, 0.28, 0.62, left, color=fill, edgecolor=ink, lw=0.9)
+        arrow = {"arrowstyle": "->", "color": grey}
+        axes.annotate("", (column + 0.44, 3.1), (column + 0.44, 2.35), arrowprops=arrow)
+    axes.text(-0.25, 3.45, "all programs", ha="right", **look)
+    axes.text(5.8, 3.45, "dw, db", **look)
+    axes.text(2.4, -0.65, "x and dy, a row for each program", ha="center", fontsize=11)
+    axes.set(xlim=(-1.9, 7.0), ylim=(3.85, -0.95), xticks=[], yticks=[])
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+
+
+lab.sketch(
+    "Sums along the rows, and down the columns",
+    "Three rows of five numbers, one row for each program. An arrow to the right leads from each "
+    "row to its c1 and c2, of the same colour. An arrow down leads from each column, which all "
+    "three programs have a part of, to dw and db.",
+    two_directions,
+    height=2.5,
+)
+
+# %%
+# Programs run at the same time and in no fixed order. In the :doc:`first chapter
+# </chapters/first_kernel>`, two of them that added to the same number lost an addition. An *atomic
+# add* prevents this, as do :term:`partial sums`, and so does a *lock*, which lets programs add only
+# one at a time.
 #
-# Suppose a sum stands at 3, and two programs add 3 and 4 to it. If both read it before either
-# stores, whichever finishes last wins. This is a *race*:
-#
-# .. image:: /figures/layer-norm-race.svg
-#    :alt: Program A reads 3 from memory, and then program B reads 3. A stores 3 + 3, so that memory
-#          holds 6. B stores 3 + 4, and memory holds 7, where it should hold 10.
-#
-# An *atomic add* cannot lose an addition, because the hardware reads, adds and writes in one step.
-# Neither can a *lock*, which lets programs add only one at a time.
-#
-# Two problems remain. All programs meet at the same addresses, once per row if each row is added
-# separately. The rounding can also differ from run to run, because whoever comes first adds first.
-# We can avoid both:
+# Each hand-over has its price, and a program that adds every row separately pays it for every row.
+# With atomic adds and locks, the rounding also differs from run to run, because whoever comes first
+# adds first. A kernel can hand over rarely, and round the same in every run:
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -112,25 +140,32 @@ def simple_backward(x, w, mean, rstd, dy):
 #          and 4, program 2 rows 2 and 5. Each keeps its sums in registers and leaves one row of
 #          sums. A second kernel reads all three and adds them up to dw and db.
 #
-# In the bars at the top, each program takes only one tile of two rows (*every tile*), or many tiles
-# and hands over *once*, at its end. *64 locks* means 64 shared buffers, each with its own lock.
+# Now we can read the bars at the top. They credit every version with the :math:`3 N` numbers of a
+# single kernel. PyTorch's operations move :math:`25 N`, so they can reach at most about 12 if all
+# of these go through main memory. In the others,
+#
+# - *every tile* means that a program takes only one tile of two rows, and hands over their sums;
+# - *once* means that it takes many tiles, and hands over at its end;
+# - *64 locks* means that programs add to 64 shared buffers, each with its own lock. The second
+#   kernel adds these.
 #
 # The mathematics
 # ---------------
 #
-# The gradient of a row needs two means, because layer norm ignores two changes to the row:
+# The gradient that arrives at :math:`\hat{x}` is ``wdy = w * dy``. On its way to ``x``, it loses
+# two parts, because layer norm ignores two changes to a row:
 #
-# - If we add one small number to every element, :math:`\hat{x}` stays the same, and so does the
-#   loss. To first order, the loss changes by that number times the sum of ``dx``, so this sum is 0.
-# - If we scale the deviations from the mean, :math:`\hat{x}` again stays the same, apart from
-#   epsilon, so the dot product of ``dx`` with :math:`\hat{x}` is nearly 0.
+# - *A shift.* If we add one small number to every element, :math:`\hat{x}` stays the same, and so
+#   does the loss. To first order, the loss changes by that number times the sum of ``dx``, so this
+#   sum is 0.
+# - *A stretch.* If we scale the deviations from the mean, :math:`\hat{x}` again stays the same,
+#   apart from epsilon, so the dot product of ``dx`` with :math:`\hat{x}` is nearly 0.
 #
-# The backward pass therefore removes two parts from the gradient that arrives at :math:`\hat{x}`:
-# its mean, ``c2``, and its component along :math:`\hat{x}`, which is :math:`\hat{x}` times a
-# number, ``c1``.
+# The backward pass therefore removes from ``wdy`` its mean, ``c2``, and its component along
+# :math:`\hat{x}`, which is :math:`\hat{x}` times ``c1``, the mean of ``xhat * wdy``.
 #
 # Let us take the forward chapter's row of eight, with its mean :math:`m` and ``rstd`` :math:`r`,
-# weights of 2 and no epsilon. Only its first output has a gradient, 4:
+# weights of 2 and no epsilon. Only its first output has a gradient, 4, so ``wdy`` is 8 there:
 
 
 # Measuring
@@ -148,6 +183,72 @@ assert (remains * hat).sum() == 0
 
 # %%
 
+
+# Drawing
+def two_parts_removed(*panels):
+    ours, grey, other = (
+        lab.colour(name) for name in ("Kernel Book", "copy", "PyTorch")
+    )
+    parts = (
+        ("wdy", arrives, ours),
+        ("minus c2", c2_of_eight, other),
+        ("minus xhat * c1", hat * c1_of_eight, other),
+        ("is left", remains, ours),
+    )
+    for axes, (name, numbers, ink) in zip(panels, parts, strict=True):
+        numbers = numbers.expand(1, 8)[0]
+        axes.axhline(0, color=grey, linewidth=1.2)
+        axes.vlines(range(8), 0, numbers, color=ink, linewidth=1.8)
+        axes.plot(range(8), numbers, "o", color=ink, markersize=4.5)
+        axes.text(0, numbers[0] + 0.4, f"{numbers[0]:g}", ha="center", fontsize=10.5)
+        axes.set_title(name, fontsize=11)
+        axes.set(ylim=(-3.4, 9.4), xlim=(-0.8, 7.8), xticks=[], yticks=range(-2, 9, 2))
+        if axes is not panels[0]:
+            axes.set_yticklabels([])
+
+
+lab.sketch(
+    "What layer norm takes from the gradient of a row",
+    "Four panels of eight numbers. wdy is 8 in the first column and 0 elsewhere. Its mean, c2, is "
+    "1 in all columns. Its part along xhat is 1, 0, 0.5, −1.5, −1, −1, 1.5 and 0.5. Without both, "
+    "6, −1, −1.5, 0.5, 0, 0, −2.5 and −1.5 are left.",
+    two_parts_removed,
+    panels=4,
+    height=2.5,
+)
+
+# %%
+
+
+# Reading
+def output_of_eight(first):
+    moved = eight.clone()
+    moved[0, 0] = first
+    return (2 * F.layer_norm(moved, (8,), eps=0.0) + 1)[0, 0].item()
+
+
+grown = 4 * (output_of_eight(1.001) - output_of_eight(1.0))
+assert abs(grown / 0.001 - dx_of_eight[0, 0]) < 0.01
+lab.together(
+    lab.read(
+        f"What is left sums to {remains.sum():.0f}, and its dot product with `xhat` is "
+        f"{(remains * hat).sum():.0f}, as both must be. Times `rstd`, here 0.5, it is `dx`, whose "
+        f"first number is {dx_of_eight[0, 0]:.0f}."
+    ),
+    lab.read(
+        "A nudge confirms this number. Because `dy` is 4, the loss is four times the first output. "
+        f"Moving the first element from 1 to 1.001 raises the loss by {grown:.4f}, "
+        f"{dx_of_eight[0, 0]:.0f} times the nudge."
+    ),
+    lab.read(
+        f"This row also adds `dy * xhat` = {(dy_of_eight * hat)[0, 0]:.0f} to the first column of "
+        f"`dw`, and `dy` = {dy_of_eight[0, 0]:.0f} to that of `db`.".replace("-", "−")
+    ),
+)
+
+# %%
+
+# Folded: The same in numbers
 lab.table(
     [
         {"column": name}
@@ -170,34 +271,6 @@ lab.table(
 )
 
 # %%
-
-
-# Reading
-def output_of_eight(first):
-    moved = eight.clone()
-    moved[0, 0] = first
-    return (2 * F.layer_norm(moved, (8,), eps=0.0) + 1)[0, 0].item()
-
-
-grown = 4 * (output_of_eight(1.001) - output_of_eight(1.0))
-assert abs(grown / 0.001 - dx_of_eight[0, 0]) < 0.01
-lab.together(
-    lab.read(
-        f"The line `left` sums to {remains.sum():.0f}, and its dot product with `xhat` is "
-        f"{(remains * hat).sum():.0f}, as both must be."
-    ),
-    lab.read(
-        "A nudge confirms the first number of `dx`. Because `dy` is 4, the loss is four times the "
-        f"first output. Moving the first element from 1 to 1.001 raises the loss by {grown:.4f}, "
-        f"{dx_of_eight[0, 0]:.0f} times the nudge."
-    ),
-    lab.read(
-        f"This row adds `dy * xhat` = {(dy_of_eight * hat)[0, 0]:.0f} to the first column of "
-        f"`dw`, and `dy` = {dy_of_eight[0, 0]:.0f} to that of `db`.".replace("-", "−")
-    ),
-)
-
-# %%
 # In general, the weight and the bias act on each element separately:
 #
 # .. math::
@@ -208,8 +281,8 @@ lab.together(
 #    d\hat{x}_j &= w_j\, dy_j
 #    \end{aligned}
 #
-# The first two are summed over all rows. The code calls the third ``wdy``. Stripped of the two
-# parts, and scaled by :math:`r`, it becomes the gradient of :math:`x`:
+# The first two are summed over all rows. The third is ``wdy``. Without its two parts, and scaled by
+# :math:`r`, it becomes the gradient of :math:`x`:
 #
 # .. math::
 #
@@ -393,7 +466,7 @@ after_half, after_brain = (
     if dtype != torch.float32
 )
 lab.read(
-    "The package also keeps its sums in `tl.float32`, because a long sum in 16 bits stops "
+    "Both keep their sums in `tl.float32`, because a long sum in 16 bits stops "
     f"growing. A `db` of {exact:,.0f} ones ends at {half:,.0f} in float16, whose next number is "
     f"{after_half:,.0f}, and at {brain:,.0f} in bfloat16, whose next is {after_brain:,.0f}: adding "
     "1 rounds back down."
@@ -415,9 +488,6 @@ lab.read(
 #
 # ``sem`` says how the add must be ordered with respect to other memory accesses. Nobody reads the
 # sums before the kernel has ended, so ``"relaxed"``, which orders nothing, is enough.
-#
-# An atomic add, however, works on single numbers. A lock can also merge values that belong
-# together, such as the maximum and the sum of an online softmax.
 
 
 # Measuring
@@ -502,6 +572,9 @@ def runs_differ():
 # Second way: a lock
 # ------------------
 #
+# Why a lock, if two lines are enough? An atomic add works on single numbers. A lock can also merge
+# values that belong together, such as the maximum and the sum of an online softmax.
+#
 # A program that holds the lock loads the buffer, adds to it and stores it, while all others stay
 # out. The lock is an integer, 0 if free and 1 if taken.
 #
@@ -512,10 +585,10 @@ def runs_differ():
 lab.source(lock_kernel)
 
 # %%
-# A bare swap orders the programs but not their *memory accesses*: a store may still wait in a
-# queue, and a load may find an outdated line in a cache. Moreover, only one of a program's many
-# threads takes the lock. The kernel therefore has to guarantee four things, seen here from one
-# program and numbered as in the listing:
+# The swap decides whose turn it is, but not when *memory accesses* take effect: a store may still
+# wait in a queue, and a load may return an outdated line from a cache. Moreover, only one of a
+# program's many threads takes the lock. The kernel therefore has to guarantee four things, seen
+# here from one program and numbered as in the listing:
 #
 # 1. *My loads come after I have the lock.* The swap has ``acquire`` semantics: later loads of its
 #    thread neither move ahead of it nor return what a cache held before.
@@ -523,7 +596,7 @@ lab.source(lock_kernel)
 #    thread of the program passes before all have reached it.
 # 3. *All my stores come before I give the lock back.* A second barrier ensures this.
 # 4. *Whoever sees the lock free also sees those stores.* The exchange that gives it back has
-#    ``release`` semantics, which the second barrier extends to the stores of all threads.
+#    ``release`` semantics. Because of the second barrier, these cover the stores of all threads.
 #
 # .. image:: /figures/layer-norm-lock.svg
 #    :alt: Program A takes the lock with acquire, passes a barrier, its threads load and store, it
@@ -535,6 +608,8 @@ lab.source(lock_kernel)
 #
 #    When an acquire reads what a release wrote, everything before the release is visible to
 #    everything after the acquire.
+#
+# Atomics without ``sem``, as in Triton's own tutorial, are ``acq_rel``, which means both.
 #
 # What breaks it: a lock without its protections
 # ----------------------------------------------
@@ -724,7 +799,13 @@ lab.together(
             if most_arrived < 500
             else ""
         )
-        + ". The barriers cannot replace it."
+        + ". The barriers, which are still there, cannot replace it."
+    )
+    if acquire
+    else None,
+    lab.read(
+        "This is how an addition may be lost: a program loads what its SM's cache has kept from "
+        "an earlier program, adds its row, and stores the result over all that was added since."
     )
     if acquire
     else None,
@@ -783,15 +864,16 @@ lab.together(
 # Third way: partial sums
 # -----------------------
 #
-# We need all this ordering only because the programs share a buffer. If each has its own, two
-# stores, to rows that no other program writes, replace all lines from the swap to the exchange.
+# A lock needs all this ordering because its programs load what others have stored. If each has its
+# own buffer, two stores replace all lines from the swap to the exchange.
 
 lab.source(partial_kernel, "no lock")
 
 # %%
-# A second kernel adds the buffers. It treats each buffer as one row, ``dw`` followed by ``db``, so
-# its ``n_cols`` is twice the first kernel's. Each program takes some of the columns and adds
-# ``BLOCK_ROWS`` buffers at a time, always in the same order.
+# A second kernel adds the buffers. It begins once the first has ended, so it needs no acquire to
+# see all stores. It treats each buffer as one row, ``dw`` followed by ``db``, so its ``n_cols`` is
+# twice the first kernel's. Each program takes some of the columns and adds ``BLOCK_ROWS`` buffers
+# at a time, always in the same order.
 
 lab.source(sum_of_buffers)
 
@@ -829,9 +911,10 @@ lab.read(
 # What each way costs
 # -------------------
 #
-# The figure times the three ways on 32,768 rows of 1,024 columns in float32. On the left, 128
-# programs sum 256 rows each; on the right, 16,384 programs sum two. 100 % is again the speed of a
-# copy. The time of partial sums includes the second kernel.
+# How often should programs hand over? The figure times the three ways on 32,768 rows of 1,024
+# columns, from 128 programs that sum 256 rows each to 16,384 that sum two. The time of partial sums
+# includes the second kernel. The small kernels take float32, in which a row costs 12 bytes per
+# column instead of 6.
 
 # %%
 
@@ -918,38 +1001,84 @@ many_of = of_ways["partial sums", most]
 allowed = 100 * of_x / (of_x + 16)  # x, dy, dx of float32, without the sums
 per_sm = best / ways.provenance["sm_count"] if ways.provenance else nan
 of_one_lock = [of_ways["one lock", n] for n in PROGRAMS]
+ms_of = {(row["provider"], row["programs"]): row["ms"] for row in ways.rows}
+in_queue = [
+    1e3 * ms_of.get(("one lock", n), nan) / n for n in PROGRAMS if n >= 512
+]  # µs for each program
 lab.together(
     lab.read(
         (
-            f"Partial sums and the atomic add are both fastest with {best:,} programs, about "
-            f"{per_sm:.0f} per SM."
+            f"**Partial sums and the atomic add are both fastest with {best:,} programs,** about "
+            f"{per_sm:.0f} per SM, each of which sums {32768 // best} rows. "
             if best == best_of_atomics
-            else f"Partial sums are fastest with {best:,} programs."
+            else f"**Partial sums are fastest with {best:,} programs.** "
         )
-        + (
-            f" With 4,096, the atomic add is {lead:.0f} points ahead."
-            if lead > 2
-            else ""
-        )
+        + "With fewer, there may be too few loads to keep the memory busy."
     ),
     lab.read(
-        f"A single lock reaches at most {max(of_one_lock):.0f} %, and "
-        f"{of_one_lock[-1]:.1f} % with {most:,} programs."
+        "With more, partial sums take a growing share of the bytes, 16 of every "
+        f"{of_x + 16} with {most:,} programs, which explains a part of the fall (in the fold). "
+        f"The atomic add then makes {most // best_of_atomics} times as many additions as at its "
+        "best, which may be why it falls, too."
     ),
     lab.read(
-        f"With {most:,} programs, partial sums fall to {many_of:.0f} %, although all bytes, with "
-        f"those of the sums, would allow {allowed:.0f} % (in the fold). The rest of the loss "
-        "remains open."
-    )
-    if many_of < allowed - 2
-    else None,
-    lab.read(
-        "On the left, no SM has more than one program, whose loads may be too few to keep memory "
-        "busy; we did not measure that."
-        if per_sm < best / PROGRAMS[0]
-        else "Why few programs are slow, we did not measure."
+        "**One lock is a queue.** From 512 programs on, its time divided by their number stays at "
+        f"{min(in_queue):.1f} to {max(in_queue):.1f} µs, as if each waited until the one before "
+        f"had handed over. With {most:,} programs, this takes "
+        f"{ms_of.get(('one lock', most), nan):.0f} ms, where the atomic add takes "
+        f"{ms_of.get(('atomic add', most), nan):.1f} ms."
     ),
 )
+
+# %%
+
+
+# Drawing
+def four_programs(axes):
+    ours, grey, other = (
+        lab.colour(name) for name in ("Kernel Book", "copy", "PyTorch")
+    )
+    light, words = "#eaf2fb", {"ha": "center", "va": "center", "fontsize": 10}
+
+    def bar(line, start, end, fill, ink, word="", height=0.72, **look):
+        look |= {"color": fill, "edgecolor": ink, "linewidth": 0.9}
+        axes.barh(line, end - start, height, start, **look)
+        axes.text((start + end) / 2, line, word, **words)
+
+    free = 0
+    for program in range(4):
+        summed = 5
+        start = max(summed, free)
+        bar(program, 0, summed, light, ours, "sums its rows")
+        if start > summed:
+            bar(program, summed, start, "#ffffff", grey, "waits", linestyle=":")
+        bar(program, start, start + 2, "#fff4e5", other, "adds")
+        free = start + 2
+        bar(program + 5.3, 0, summed, light, ours, "sums its rows")
+        bar(program + 5.3, summed, summed + 1.4, "#fff4e5", other, "stores")
+    bar(6.8, 6.6, 9.2, light, ours, "second\nkernel", height=1.72)
+    axes.text(0, -0.8, "one lock", fontsize=11, fontweight="bold")
+    axes.text(0, 4.5, "partial sums", fontsize=11, fontweight="bold")
+    axes.set(xlim=(-0.1, 13.4), ylim=(9.0, -1.2), xticks=[])
+    axes.set_yticks(
+        [0, 1, 2, 3, 5.3, 6.3, 7.3, 8.3], [f"program {n}" for n in (0, 1, 2, 3) * 2]
+    )
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel("time, not to scale")
+
+
+lab.sketch(
+    "Waiting for a lock, or storing side by side",
+    "Bars in time of four programs, which all sum their rows for equally long. With one lock, they "
+    "then add to the buffer one after the other, and the last waits longest. With partial sums, "
+    "all store at once, and a second kernel adds what they have stored, which ends earlier.",
+    four_programs,
+    height=3.6,
+)
+
+# %%
 
 # %%
 
@@ -980,8 +1109,8 @@ said = {
 alike = len({runs_said(name) for name in together}) == 1
 lab.together(
     lab.read(
-        "To compare bits, we ran each way a hundred times on one input, the lock with 64 buffers. "
-        "The last bits of `dw` differ from the first run's "
+        "**Do the bits stay the same?** In a hundred runs on one input, the last bits of `dw` "
+        "differ from the first run's "
         + (
             f"in {runs_said(together[0])}, {' and '.join(said[name] for name in together)} alike."
             if alike
@@ -1003,8 +1132,7 @@ lab.table(
         {
             "way": name,
             "at its best": f"{max(of_ways[name, n] for n in PROGRAMS):.0f} %",
-            "same bits in every run": same_bits(version)
-            + ", with 64 locks" * (name == "one lock"),
+            "same bits in every run": same_bits(version),
             "memory for sums": memory,
             "can merge": merges,
         }
@@ -1014,8 +1142,8 @@ lab.table(
             ("partial sums", "partial sums", "one per program", "anything"),
         )
     ],
-    "Which way to choose. Speeds of the small kernels in % of a copy, float32, 1,024 columns, on "
-    f"{ways.provenance['gpu']}",
+    "Which way to choose. Speeds in % of a copy, float32, 1,024 columns, on "
+    f"{ways.provenance['gpu']}. The bits of the lock are those of 64 locks",
 ) if ways.rows else None
 
 # %%
@@ -1061,14 +1189,15 @@ share_of_sums = [  # two float32, written and read: 16 bytes; x, dy, dx: 6
 narrow = of_sums.get(1024, {"rows of sums": nan})["rows of sums"]
 lab.together(
     lab.read(
-        "Where the last bits do not matter, an atomic add is as fast here and takes less code."
+        "**Where the last bits do not matter, take the atomic add:** it is as fast here, in less "
+        "code."
     )
     if atomics > -2
     else None,
     lab.read(
         "The book's `layer_norm` uses partial sums, for the same bits in every run. In bfloat16, "
-        f"at the shapes in the fold, they add at most {max(share_of_sums):.1f} % to the bytes of "
-        "`x`, `dy` and `dx`."
+        f"they add at most {max(share_of_sums):.1f} % to the bytes of `x`, `dy` and `dx`, at the "
+        "shapes in the fold."
     ),
 )
 
@@ -1078,8 +1207,17 @@ lab.together(
 lab.together(
     lab.read(
         f"With {most:,} programs in the figure, 16 of every {of_x + 16} bytes belong to the sums, "
-        f"so that {allowed:.0f} % are left for `x`, `dy` and `dx`. With {best:,} programs, each "
-        f"sums {32768 // best} rows."
+        f"so that {allowed:.0f} % are left for `x`, `dy` and `dx`."
+        + (
+            f" Partial sums reach only {many_of:.0f} %. The rest of the loss remains open."
+            if many_of < allowed - 2
+            else ""
+        )
+        + (
+            f" With 4,096 programs, the atomic add is {lead:.0f} points ahead of partial sums."
+            if lead > 2
+            else ""
+        )
     ),
     lab.read(
         "The hundred runs with 64 locks and those with partial sums used the kernel of the next "
@@ -1116,10 +1254,9 @@ lab.together(
 #
 # The key idea has two halves: summing many rows, and storing without a lock. The kernel of
 # ``layer_norm`` can do one without the other, because its programs can also share 64 buffers, each
-# with a lock. A *tile* is two rows of 1,024 columns, or one longer row.
-#
-# Unlike the small kernels, this one *loads ahead*: it copies its next rows into
-# :term:`shared memory` while it works on the current ones.
+# with a lock. A *tile* is two rows of 1,024 columns, or one longer row. Unlike the small kernels,
+# this one *loads ahead*: it copies its next rows into :term:`shared memory` while it works on the
+# current ones.
 
 
 # Measuring
@@ -1247,8 +1384,8 @@ if change:
     ]
     apart = (
         "Loading ahead, which needs a next tile, makes the kernel at most "
-        f"{max(gains):.0f} % faster (in the fold). The rest comes from having fewer programs. "
-        "These hand over, start and load `w` less often; we did not separate the three."
+        f"{max(gains):.0f} % faster (in the fold). The rest comes from having fewer programs, "
+        "which hand over, start and load `w` less often; we did not separate the three."
     )
     alone = change["one lock"]["once"]
 behind = {
@@ -1262,37 +1399,29 @@ lock_buffers, tile_buffers = (  # two rows of float32 in each
 tile_lock, tile_sums = (
     race_share[name, 8192] for name in ("lock per tile", "partial sums per tile")
 )
+no_lock_alone = (
+    race_share["partial sums per tile", 1024] / race_share["lock per tile", 1024]
+)
+both_halves = race_share["Kernel Book", 1024] / race_share["lock per tile", 1024]
 lab.together(
     lab.read(
-        "At 1,024 columns, many tiles per program instead of one make the kernel "
-        f"{of_lock:.0f} times as fast with locks and {of_sums_alone:.0f} times with partial sums."
+        f"**{'Summing many rows' if of_lock > no_lock_alone else 'Storing without a lock'} is "
+        "worth more.** At 1,024 columns, summing many rows alone makes the kernel "
+        f"{of_lock:.1f} times as fast, storing without a lock alone {no_lock_alone:.1f} times, and "
+        f"both together {both_halves:.1f} times."
     ),
     lab.read(apart),
-)
-
-# %%
-
-# Reading
-lab.together(
     lab.read(
-        "The lock matters less, if there are many. When programs hand over once, 64 locks are "
-        f"{behind.get(1024, nan)} points behind partial sums at 1,024 columns and "
+        (
+            "**64 locks are not always slower.** With one tile per program, they win at 8,192 "
+            f"columns, by {round(tile_lock) - round(tile_sums)} points. "
+            if tile_lock > tile_sums + 1
+            else ""
+        )
+        + "When programs hand over once, 64 locks are "
+        f"{behind.get(1024, nan)} points behind partial sums at 1,024 columns, and "
         f"{behind.get(8192, nan)} at 8,192."
     ),
-    lab.read(
-        f"One lock for all {narrow:.0f} programs is far too few. It reaches only {alone:.0f} % at "
-        "1,024 columns (in the fold)."
-    )
-    if alone < race_share["lock per program", 1024] / 2
-    else None,
-    lab.read(
-        "With one tile per program, 64 locks win at 8,192 columns, by "
-        f"{round(tile_lock) - round(tile_sums)} points. One reason may be main memory: with a "
-        f"buffer for each tile, here one row, the partial sums take {tile_buffers / 2**30:g} GiB. "
-        f"The 64 shared buffers take {lock_buffers / 2**20:g} MiB and fit in the L2 cache."
-    )
-    if tile_lock > tile_sums + 1
-    else None,
 )
 
 # %%
@@ -1305,12 +1434,26 @@ lab.together(
     )
     if change
     else None,
+    lab.read(
+        f"One lock for all {narrow:.0f} programs is far too few. It reaches only {alone:.0f} % at "
+        "1,024 columns."
+    )
+    if alone < race_share["lock per program", 1024] / 2
+    else None,
     lab.table(
         changes.rows,
         "bfloat16, 1,024 columns, % of a copy; timed apart from the figure, so that numbers can "
         f"differ by a few points, on {gpu}",
     )
     if changes.rows
+    else None,
+    lab.read(
+        "That 64 locks win at 8,192 columns with one tile per program may be due to main memory: "
+        "with a buffer for each tile, here one row, the partial sums take "
+        f"{tile_buffers / 2**30:g} GiB. The 64 shared buffers take "
+        f"{lock_buffers / 2**20:g} MiB and fit in the L2 cache."
+    )
+    if tile_lock > tile_sums + 1
     else None,
     lab.listing(
         {
@@ -1689,8 +1832,51 @@ lab.read(
 ) if not drop[2] >= drop[1] - 5 else None
 
 # %%
-# A program's sums take 8 bytes of registers per column: 32,768 columns would fill all 256 KiB that
-# an SM has. A row is therefore
+# *What changes beyond 8,192 columns?* Registers run out. A program's sums take 8 bytes of registers
+# per column, and the row takes as many again, because ``xhat`` and ``wdy`` have to wait in float32
+# until ``c1`` and ``c2`` are known:
+
+
+# Drawing
+def registers_of_a_row(axes):
+    ours, grey, other = (
+        lab.colour(name) for name in ("Kernel Book", "copy", "PyTorch")
+    )
+    kinds = (
+        ("8,192 columns", 8192, 8),
+        ("16,384 columns", 16384, 8),
+        ("16,384, packed", 16384, 4),
+    )
+    for place, (_, columns, of_row) in enumerate(kinds):
+        sums, row = (columns * size / 2**10 for size in (8, of_row))
+        axes.barh(place, sums, color=other, height=0.6)
+        axes.barh(place, row, left=sums, color=ours, height=0.6)
+        look = {"va": "center", "fontsize": 11}
+        axes.text(sums + row + 6, place, f"{sums + row:.0f} KiB", **look)
+        if not place:
+            axes.text(sums / 2, -0.55, "sums", ha="center", color=other, fontsize=11)
+            axes.text(
+                sums + row / 2, -0.55, "row", ha="center", color=ours, fontsize=11
+            )
+    axes.plot([256, 256], [-0.35, 2.5], color=grey, linestyle="--", linewidth=1.4)
+    axes.text(256, -0.55, "all of an SM", ha="center", fontsize=11)
+    axes.set_yticks(range(3), [name for name, _, _ in kinds])
+    axes.set(xlim=(0, 320), ylim=(2.5, -0.9), xlabel="KiB of registers")
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False)
+
+
+lab.sketch(
+    "Registers for a row and the sums of its columns",
+    "Bars of KiB. At 8,192 columns, the sums take 64 and the row another 64. At 16,384 columns, "
+    "they take 128 each, which is all that an SM has, 256. Packed in 16 bits, the row takes 64 "
+    "beside 128 for the sums.",
+    registers_of_a_row,
+    height=2.4,
+)
+
+# %%
+# At 16,384 columns, nothing would be left for the weight or for addresses. A row is therefore
 #
 # - *whole* up to 8,192 columns: one program holds it beside its sums;
 # - *packed* in 16 bits at 12,288 and 16,384 columns: the same, with two numbers to a register;
@@ -1698,8 +1884,8 @@ lab.read(
 #   columns of bfloat16 over 16). These exchange their shares of ``c1`` and ``c2`` through *slots*
 #   in memory, as in :doc:`/chapters/softmax`, and wait for each other.
 #
-# In the table, *KiB ahead* is what an SM requests of ``x`` and ``dy`` before it needs them, counted
-# from the code.
+# Two suspects for the lost speed can be tested: packed rows load nothing ahead, and the programs of
+# shared rows wait for each other.
 
 # %%
 
@@ -1720,12 +1906,16 @@ changed_rows = [
 ]
 lab.table(
     [
-        {"rows": row["rows"] + (f", {row['kernel']}" if place == 1 else "")}
-        | {"KiB ahead": row["KiB ahead"], "% of a copy": row["% of a copy"]}
+        {
+            "rows": "parts of 2,048 columns" if place == 6 else row["rows"],
+            "loads ahead": "yes" if row["KiB ahead"] else "no",
+            "waiting": {5: "yes", 6: "no, each part is a row"}.get(place, "no"),
+            "% of a copy": row["% of a copy"],
+        }
         for place, row in enumerate(changed_rows)
         if place in (0, 1, 2, 5, 6)
     ],
-    f"How far ahead an SM loads, and the speed without the second kernel, bfloat16, on {gpu}",
+    f"Loads ahead, waiting, and the speed without the second kernel, bfloat16, on {gpu}",
 ) if ahead.rows else ahead
 
 # %%
@@ -1733,18 +1923,20 @@ lab.table(
 
 # Reading
 def ahead_said():
-    said = f"Whole rows lose {three - none:.0f} points if nothing is loaded ahead"
+    said = (
+        f"**Loads ahead may be what packed rows lack.** Without them, whole rows lose "
+        f"{three - none:.0f} points"
+    )
     yield (
-        f"{said}. That could explain the {three - packed:.0f} points that packed rows are behind."
+        f"{said}. Packed rows, which have none, are {three - packed:.0f} points behind whole ones."
         if none <= packed
         else f"{said}; packed rows, which load nothing ahead either, are {three - packed:.0f} "
         "points behind."
     )
     if none > four:
-        yield "Shared rows are slower still, although they load ahead."
         yield (
-            "To see whether waiting slows them, the last line runs their kernel on rows of 2,048 "
-            "columns. Each part is then a whole row, so no program waits. "
+            "**Is it waiting that slows shared rows?** In the last line of the table, their kernel "
+            "takes each part for a whole row, so that no program waits. "
             + (
                 f"That gains {alone - four:.0f} points, the most that waiting can cost."
                 if waiting
@@ -1752,11 +1944,20 @@ def ahead_said():
                 "that waiting is the cause. The cause remains open."
             )
         )
+
+
+def more_said():
     if four > single + 10:
         yield (
             f"The shared rows' kernel needs several programs per SM: with one it reaches "
-            f"{single:.0f} %, with four {four:.0f} % (in the fold)."
+            f"{single:.0f} %, with four {four:.0f} %. More programs bring more loads ahead and "
+            "more active threads. The table does not separate these two effects. Four programs use "
+            "up the registers."
         )
+    yield (
+        "`KiB ahead` is what an SM requests of `x` and `dy` before it needs them, counted from the "
+        "code."
+    )
     quack, ours = (
         100 * backward.share(name, dtype="float32", columns=16384)
         for name in ("quack", "Kernel Book")
@@ -1820,10 +2021,7 @@ compiled = lab.facts(
 # Folded: The split kernel whole, more programs per SM, and what the compiler made of it
 lab.together(
     lab.source(split_bwd_kernel),
-    lab.read(
-        "More programs per SM bring more loads ahead and more active threads. The table does not "
-        "separate these two effects. Four programs use up the registers."
-    ),
+    *(map(lab.read, more_said()) if ahead.rows else ()),
     lab.table(changed_rows, f"All measurements, on {gpu}") if ahead.rows else None,
     compiled,
 )

@@ -15,7 +15,7 @@ You will learn
 Without an NVIDIA GPU the scripts show the numbers of a recorded run.
 """
 
-# sphinx_gallery_thumbnail_number = 3
+# sphinx_gallery_thumbnail_number = 5
 import csv
 import os
 import re
@@ -28,6 +28,7 @@ from itertools import pairwise
 from unittest import mock
 
 import numpy
+from matplotlib.patches import Rectangle
 
 from kernelbook import dropout, lab, reference, runtime, seeded_dropout, softmax
 from kernelbook.lab import results
@@ -293,8 +294,14 @@ lab.together(
     ),
     lab.read(
         "At both sizes, `clock_and_wait` and two events without a pause show "
-        f"{min(added):.0f} to {max(added):.0f} µs more than events after a pause. "
-        "This overhead is the host's: it disappears when the host works during a pause."
+        f"{min(added):.0f} to {max(added):.0f} µs more than events after a pause. This overhead is "
+        "the host's, because "
+        + (
+            "it hardly depends on the size, and "
+            if max(added) < 1.3 * min(added)
+            else ""
+        )
+        + "a pause takes it out of the events."
     ),
 )
 
@@ -303,8 +310,8 @@ lab.together(
 # Reading
 lab.read(
     f"Even two events with nothing between them are {nothing[best]:.1f} µs apart. We do not "
-    "subtract this, because part of it may overlap the kernel. **Read times below 20 µs as upper "
-    "bounds.**"
+    "subtract this, because part of it may overlap the kernel. Of 20 µs it could be "
+    f"{100 * nothing[best] / 20:.0f} %, so **read times below 20 µs as upper bounds.**"
 )
 
 # %%
@@ -312,7 +319,7 @@ lab.read(
 # one answer also waits for the host, and then ``clock_and_wait`` is the honest way.
 #
 # **Is it right?** A kernel that skips half of its work is fast. Before you time one, compare its
-# result with float64 under a stated tolerance, and keep its sums in float32 (the fold shows both).
+# result with float64 under a stated tolerance.
 
 
 # %%
@@ -368,16 +375,17 @@ assert by_way["float16", "float32"] == by_way["float16, cast first", "float32"]
 
 # %%
 
+# Reading
+lab.read(
+    "A common error is to sum in too few bits. Add 0.01 a thousand times in bfloat16, and you get "
+    f"{float(by_way['bfloat16', 'bfloat16']):.0f} instead of 10 (the fold shows why). **Numbers "
+    "may be stored in 16 bits, but sums belong in 32.**"
+)
+
+# %%
+
 # Folded: Why 0.01, added a thousand times, makes 4, and the errors of softmax and dropout
 lab.together(
-    lab.read(
-        "A common error is to sum in too few bits. Add the bfloat16 number 0.01 a thousand times: "
-        "the accumulator, which holds the sum, ends at "
-        f"{float(by_way['bfloat16', 'bfloat16']):.0f} instead of 10 if it is in bfloat16 too, and "
-        f"at {by_way['bfloat16', 'float32']} if it is in float32, because 0.01 rounds to "
-        f"{torch.tensor(0.01, dtype=torch.bfloat16).item():.5f} in bfloat16. Numbers may be "
-        "stored in 16 bits, but sums belong in 32."
-    ),
     lab.source(sum_of_1000),
     lab.table(rows, "0.01, added a thousand times"),
     lab.read(
@@ -386,8 +394,9 @@ lab.together(
         "but every addition is rounded to few bits."
     ),
     lab.read(
-        "With a float32 accumulator, little is lost beyond the rounding of 0.01 itself. Casting "
-        "the number to float32 first makes no difference, since PyTorch casts before it adds."
+        "With a float32 accumulator, little is lost beyond the rounding of 0.01 itself, which is "
+        f"{torch.tensor(0.01, dtype=torch.bfloat16).item():.5f} in bfloat16. Casting the number to "
+        "float32 first makes no difference, since PyTorch casts before it adds."
     ),
     lab.read(
         "The tolerance is twice PyTorch's own error or one unit in the last place (ulp), whichever "
@@ -583,12 +592,52 @@ lab.together(
 
 # %%
 # A :term:`CUDA graph` lets many kernels share this cost: it records their launches and replays them
-# with one call. We time ten softmaxes of 1,024 columns with ``clock_and_wait``, called one by one
-# and replayed.
+# with one call.
+
+
+# Drawing
+def launches(axes):
+    """Four short kernels on host and GPU: launched one by one, and replayed as a graph."""
+    ours, grey = lab.colour("Kernel Book"), lab.colour("copy")
+
+    def box(y, start, length, words, fill, ink):
+        axes.barh(y, length, 0.75, start, color=fill, edgecolor=ink, linewidth=1.1)
+        axes.text(start + length / 2, y, words, ha="center", va="center", fontsize=10)
+
+    for top, title in ((0, "one by one"), (3, "as a graph")):
+        graph = top > 0
+        axes.text(-1.6, top - 0.85, title, va="center", fontweight="bold")
+        for y, machine_name in ((top, "host"), (top + 0.95, "GPU")):
+            axes.text(-0.2, y, machine_name, va="center", ha="right", color=grey)
+        for turn in range(1 if graph else 4):
+            box(top, 3 * turn, 2.92, "replay" if graph else "launch", "#f6f8fa", grey)
+        for turn in range(4):
+            start = 3 + turn if graph else 3 * (turn + 1)
+            box(top + 0.95, start, 0.92, "k", "#eaf2fb", ours)
+            if turn and not graph:
+                axes.text(
+                    start - 1.04, top + 0.95, "waits", ha="center", va="center",
+                    fontsize=10, color=grey,
+                )  # fmt: skip
+    axes.set(xlim=(-1.7, 13.1), ylim=(4.5, -1.3), xticks=[], yticks=[])
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+
+
+lab.sketch(
+    "Four short kernels, launched one by one and as a graph",
+    "Two timelines of the host and the GPU. One by one: four launches, and after each the GPU runs "
+    "a short kernel, k, and waits for the next. As a graph: one replay, then four in a row.",
+    launches,
+    height=2.3,
+)
+
+# %%
+# We time ten softmaxes of 1,024 columns with ``clock_and_wait``, called one by one and replayed.
 
 
 def recorded_graph(run):
-    run()
+    run()  # compiles the kernel, because a graph records only launches
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
@@ -665,7 +714,8 @@ lab.together(
             if alone_there > max(by_host)
             else ""
         )
-        + ". A graph pays off for short kernels, if shapes and addresses stay the same."
+        + ". A graph pays off for short kernels whose shapes and addresses stay the same, because "
+        "it repeats the recorded launches exactly."
     ),
 )
 
@@ -723,26 +773,79 @@ first = lab.measure("Milliseconds of the first calls", first_calls)
 # %%
 
 
-# Measuring
+# Drawing
 NAMES = {
     "Triton": "softmax",
     "Triton, autotuned": "dropout, autotuned",
     "torch.compile": "softmax, torch.compile",
     "matmul": "matmul, cuBLAS",
 }
-lab.table(
-    [
-        {"function": label}
-        | {
-            f"call {row['call']}, {'ms' if row['call'] == 1 else 'µs'}": (
-                f"{row[name] * (1 if row['call'] == 1 else 1000):,.0f}"
-            )
-            for row in first.rows
-        }
+
+
+def in_units(us):
+    """A time in words, in the unit that suits it."""
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        if us >= size:
+            return f"{us / size:.{1 if unit == 's' else 0}f} {unit}"
+    return f"{us:.0f} µs"
+
+
+def first_calls_in_words(rows):
+    found = (
+        f"{label} "
+        + ", ".join(f"call {row['call']} {in_units(1e3 * row[name])}" for row in rows)
         for name, label in NAMES.items()
-        if first.rows
-    ],
-    "The first calls of four functions, timed with clock_and_wait",
+    )
+    return f"Dots, the time of a call: {'; '.join(found)}."
+
+
+def first_call_dots(axes, rows):
+    """The calls of each function on one line, with the first and the last named."""
+    ours, grey = lab.colour("Kernel Book"), lab.colour("copy")
+    axes.figure.set_size_inches(5.4, 2.7)
+    for place, name in enumerate(NAMES):
+        took = [1e3 * row[name] for row in rows]
+        axes.plot(took, [place] * len(took), color=grey, linewidth=0.8, zorder=1)
+        axes.plot(took[0], place, "o", color=ours, ms=8, label="call 1")
+        axes.plot(
+            took[1:-1],
+            [place] * len(took[1:-1]),
+            "o",
+            color=grey,
+            ms=5,
+            label="calls 2 and 3",
+        )
+        axes.plot(
+            took[-1],
+            place,
+            "o",
+            color=ours,
+            markerfacecolor="#ffffff",
+            ms=7,
+            label="call 10",
+        )
+        for us in (took[0], took[-1]):
+            axes.annotate(
+                in_units(us), (us, place), (0, 7), textcoords="offset points",
+                ha="center", fontsize=10,
+            )  # fmt: skip
+        if place:  # one legend for all lines
+            for line in axes.lines[-3:]:
+                line.set_label("_again")
+    axes.set_xscale("log")
+    ticks = [10.0**power for power in range(1, 8, 2)]
+    axes.set_xticks(ticks, [in_units(tick).replace(".0", "") for tick in ticks])
+    axes.minorticks_off()
+    axes.set_yticks(range(len(NAMES)), NAMES.values())
+    axes.set(xlabel="time of a call, by clock and wait", xlim=(10, 2e7))
+    axes.set_ylim(len(NAMES) - 0.6, -0.8)
+    axes.grid(axis="x", visible=True)
+    axes.grid(axis="y", visible=False)
+    axes.tick_params(axis="y", length=0)
+
+
+lab.draw(
+    first, "The first calls of four functions", first_calls_in_words, first_call_dots
 )
 
 # %%
@@ -765,8 +868,15 @@ lab.read(
 # %%
 
 # Reading
+loaded = 1e3 * times["matmul"][0]  # µs
 lab.read(
-    "Always warm up with several calls"
+    (
+        f"Even the matmul, which needs no compiler, first takes {in_units(loaded)}, perhaps to "
+        "load cuBLAS. "
+        if loaded > 1e3
+        else ""
+    )
+    + "Always warm up with several calls"
     + (
         ": even the second is slower than the tenth"
         if all(found[1] > 1.1 * found[-1] for found in times.values())
@@ -860,16 +970,13 @@ beyond_l2 = [mib for mib in gain if mib > l2] or [last]
 alike = next(  # from where on the cache helps by no more than 1 %
     (mib for mib in gain if all(gain[m] < 1.015 for m in gain if m >= mib)), last
 )
-brief = most * 2**20 / warm[most] / 1e3 < 20  # µs
+ideal = (
+    min(warm) * 2**20 / max(warm.values()) / 1e3
+)  # µs of the smallest copy at full speed
 lab.together(
     lab.read(
         f"The cache helps most at {most:,} MiB, where a warm copy is {gain[most]:.2f} times as "
         "fast."
-        + (
-            " Since two events add to such short times, the true gain may be larger."
-            if brief
-            else ""
-        )
         + (
             f" We do not know why the cache helps less at {fits:,} MiB, which would fit."
             if gain[fits] < gain[most]
@@ -881,14 +988,21 @@ lab.together(
         f"{beyond_l2[0]:,} MiB to {100 * (gain[alike] - 1):.0f} % at {alike:,}, where you need no "
         "flush. For smaller inputs, flush, unless your program leaves them in the cache."
     ),
+    lab.read(
+        f"Small copies cannot show the speed of memory: at full speed, {min(warm):,} MiB would "
+        f"take {ideal:.1f} µs, but two events alone are {nothing[best]:.1f} µs apart."
+    )
+    if ideal < nothing[best] / 3
+    else None,
 )
 
 # %%
 # Ready-made timing loops
 # -----------------------
 #
-# Triton and PyTorch provide loops, too, which differ in whether they keep the host and the cache
-# out of a time. We time three softmaxes with each, three times.
+# Do you need to write such a loop yourself? Triton and PyTorch provide several, but not all of them
+# keep the host and the cache out of a time. We time softmaxes of three sizes with each loop, three
+# times over. The last column shows how far the repeats differ on the least steady size.
 
 
 # Measuring
@@ -961,22 +1075,22 @@ too_brief = (  # do_bench's flush, to keep the host out: always, or in some repe
     flushed > 1.2 * by_book or apart_of.get("do_bench", 0) > 20
 )
 LOOPS = {
-    "events around a loop": ("no", "no"),
-    "torch.utils.benchmark": ("no", "no"),
-    "do_bench": ("in part" if too_brief else "yes", "yes"),
-    "do_bench_cudagraph": ("yes", "no"),
-    "this book's": ("yes", "yes"),
+    "events around a loop": ("yes", "yes"),
+    "torch.utils.benchmark": ("yes", "yes"),
+    "do_bench": ("perhaps" if too_brief else "no", "no"),
+    "do_bench_cudagraph": ("no", "yes"),
+    "this book's": ("no", "no"),
 }
 lab.table(
     [
         {"loop": row["loop"].replace("this book's", "gpu_time")}
-        | dict(zip(("host out", "cache out"), LOOPS[row["loop"]], strict=True))
+        | dict(zip(("host included", "warm cache"), LOOPS[row["loop"]], strict=True))
         | {
             what.removesuffix(", µs"): f"{took:.1f}"
             for what, took in row.items()
             if "µs" in what and "16,384" not in what
         }
-        | {"repeats apart, %": f"{row['apart, at most, %']:.0f}"}
+        | {"repeats differ, %": f"{row['apart, at most, %']:.0f}"}
         for row in suites.rows
     ],
     "The two smaller softmaxes in five loops, µs",
@@ -1001,19 +1115,24 @@ spans = numpy.ceil(100 * (max(all_large) / min(all_large) - 1))
 steady = [loop for loop, percent in apart_of.items() if percent < 2]
 lab.together(
     lab.read(
-        f"On the large input, 16,384 × 8,192, all agree within {spans:.0f} %. On the others, the "
-        f"first two loops show the pace of the host, {min(by_the_host):.0f} to "
-        f"{max(by_the_host):.0f} µs per call in a row."
+        "For a long kernel, the loop hardly matters: on 16,384 × 8,192, all agree within "
+        f"{spans:.0f} %. For short ones it does. The first two loops show "
+        f"{min(by_the_host):.0f} to {max(by_the_host):.0f} µs for both, although the second "
+        f"softmax is {2048 * 4096 / 64 / 1024:.0f} times as large, because they show the pace of "
+        "the host."
     ),
     lab.read(
-        "`do_bench_cudagraph` shows the shortest times, presumably because it neither flushes nor "
-        "records an event between two runs."
+        "`do_bench_cudagraph` keeps the host out, but does not flush. For the larger of the two, "
+        f"its {in_graph:.1f} µs would mean {by_graph:,.0f} GB/s, more than any copy above, so some "
+        "of the data came from the cache."
+        if by_graph > 1.1 * max(warm.values())
+        else "`do_bench_cudagraph` shows the shortest times: it does not flush."
     ),
     lab.read(
-        "The two loops that keep the host out are steady: their repeats lie within "
-        f"{numpy.ceil(max(apart_of[loop] for loop in steady)):.0f} %. Those of `do_bench` lie up "
-        f"to {apart_of['do_bench']:.0f} % apart. It has no pause: its flush keeps the GPU busy "
-        "while the host queues the kernel, but presumably not always long enough."
+        "The two loops that keep the host out are steady: their repeats differ by "
+        f"{numpy.ceil(max(apart_of[loop] for loop in steady)):.0f} % at most. Those of `do_bench` "
+        f"differ by up to {apart_of['do_bench']:.0f} %. It has no pause: its flush keeps the GPU "
+        "busy while the host queues the kernel, but presumably not always long enough."
     )
     if too_brief and steady == ["do_bench_cudagraph", "this book's"]
     else None,
@@ -1033,22 +1152,15 @@ lab.together(
 lab.together(
     suites,
     lab.read(
-        "We ran each loop three times, in an order drawn anew. The table shows the median, and how "
-        "far apart the three were on the least steady input. `do_bench` returns the mean unless "
-        "you call it with `return_mode='median'`, as we do."
+        "The order of the loops is drawn anew for each repeat, and the table shows the median of "
+        "the three. `do_bench` returns the mean unless you call it with `return_mode='median'`, as "
+        "we do."
     ),
     lab.read(
         "In the long series of the first two loops, the host is faster than in the single calls "
         "of the first figure."
     )
     if max(by_the_host) < small["clock"]
-    else None,
-    lab.read(
-        f"In `do_bench_cudagraph`, the {in_graph:.1f} µs of the softmax of 2,048 × 4,096 "
-        f"would mean {by_graph:,.0f} GB/s, more than any copy above, so some of the data came from "
-        "the cache."
-    )
-    if by_graph > 1.1 * max(warm.values())
     else None,
 )
 
@@ -1181,7 +1293,7 @@ def load_in_words(rows):
 
 
 def load_bars(axes, rows):
-    turns = "; lines: all four turns" if "slower, most, %" in rows[0] else ""
+    turns = "; thin lines: four repeats" if "slower, most, %" in rows[0] else ""
     bars({"slower, %": ""}, f"% longer than at rest{turns}")(axes, rows)
     for place, row in enumerate(rows):
         if "slower, most, %" in row:  # from the least of the turns to the most
@@ -1278,6 +1390,11 @@ lab.together(
             if falls and reason not in ("not readable", "none")
             else ""
         )
+        + (
+            " The copies do not slow down."
+            if all(least[name] <= 0 and slower[name] < 1 for name in copies_of)
+            else ""
+        )
     ),
     lab.read(
         "The matmul of zeros slows down, too, "
@@ -1290,9 +1407,6 @@ lab.together(
     )
     if low and clock_falls(names[1])
     else None,
-    lab.read("The copies do not slow down.")
-    if all(least[name] <= 0 and slower[name] < 1 for name in copies_of)
-    else None,
 )
 
 # %%
@@ -1300,8 +1414,8 @@ lab.together(
 # Reading
 lab.together(
     lab.read(
-        f"Zeros flatter a matmul: on a busy GPU, it takes {100 * (1 - zeros / random):.0f} % less "
-        "time than on random numbers"
+        f"Zeros flatter a matmul: on a busy GPU, it takes {zeros:,.0f} µs instead of the "
+        f"{random:,.0f} on random numbers"
         + (
             " and draws far less power, presumably because bits that do not change cost little"
             if low
@@ -1325,9 +1439,9 @@ by_clock_of_zeros = 100 * (from_mhz[names[1]] / to_mhz[names[1]] - 1)
 lab.together(
     power,
     lab.read(
-        "In each of four turns, the GPU rests for 0.4 seconds and runs a batch of ten, then stays "
-        "busy for as long and runs another. We read the power from `nvidia-smi`, and the clock "
-        "from how long a pause of known cycles takes after each batch."
+        "In each of four repeats, the GPU rests for 0.4 seconds and runs a batch of ten, then "
+        "stays busy for as long and runs another. We read the power from `nvidia-smi`, and the "
+        "clock from how long a pause of known cycles takes after each batch."
     ),
     lab.read(
         f"The matmul of zeros follows its clock, which falls {clock_falls(names[1])}: it "
@@ -1358,11 +1472,11 @@ lab.together(
         )
         + f", and their times change by {signed[0]} and {signed[1]} %"
         + (
-            ", faster in every turn."
+            ", faster in every repeat."
             if all(most[name] < 0 for name in copies_of)
-            else ", slower in every turn."
+            else ", slower in every repeat."
             if all(least[name] > 0 for name in copies_of)
-            else ", less than the turns differ among themselves."
+            else ", less than the repeats differ among themselves."
             if all(least[name] <= 0 <= most[name] for name in copies_of)
             else "."
             if least[copies_of[0]] <= most[copies_of[0]]
@@ -1474,13 +1588,13 @@ beyond = {share: 100 * (times[share] / times[50] - 1) for share in (80, 100)}
 lab.together(
     lab.read(
         f"One run in five takes at least {beyond[80]:.1f} % longer than the median, and the "
-        f"slowest {beyond[100]:.0f} %."
+        f"slowest, which no dot shows, {beyond[100]:.0f} %."
     ),
     lab.read(
-        f"The median of several runs is steadier. In 95 of 100 samples of {SAMPLES[0]} runs, it "
-        f"lies within {by_median[0]:.1f} % of the median of all. With {SAMPLES[1]} runs, the most "
-        f"in this book, it lies within {by_median[1]:.1f} %. We therefore report the median, "
-        "**p50**, with a band from **p20** to **p80**."
+        f"The median of several runs is steadier. Take {SAMPLES[0]} of these runs: in 95 of 100 "
+        f"tries, their median is within {by_median[0]:.1f} % of the median of all. With "
+        f"{SAMPLES[1]} runs, the most in this book, it is within {by_median[1]:.1f} %. We "
+        "therefore report the median, **p50**, with a band from **p20** to **p80**."
     ),
 )
 
@@ -1533,49 +1647,122 @@ apart = {
 }
 worst = apart["fixed"].index(max(apart["fixed"]))
 twins = by_order.rows[worst] if by_order.rows else {}
-redraw = numpy.random.default_rng(0)  # again, as twins_by_order did
-drawn = [redraw.permutation(["matmul", "A", "B"]) for _ in range(8 * (worst + 1))]
-orders = {"fixed": ["matmul", "A", "B"] * 8, "drawn": numpy.hstack(drawn[-8:]).tolist()}
-after = {  # how often each twin came right after the large matmul
-    kind: {twin: list(pairwise(order)).count(("matmul", twin)) for twin in "AB"}
-    for kind, order in orders.items()
-}
 lab.together(
     lab.read(
-        "More runs do not help against what all of them share, such as the kernel that ran just "
-        "before." + ("" if by_order.rows else f" {nan}")
+        "More runs do not help against what all of them share, such as another kernel that always "
+        "runs just before yours." + ("" if by_order.rows else f" {nan}")
     ),
     lab.read(
-        "To see this, we run an A/A test beside a large matmul, in eight rounds of long batches "
-        "without a pause. In the **fixed order**, every round runs large matmul, A, B. In the "
-        "**drawn order**, chance decides anew for each round."
+        "We run an A/A test beside a large matmul, **M**, in eight rounds of long batches without "
+        "a pause. In the **fixed order**, every round runs M, A, B. In the **drawn order**, chance "
+        "decides anew for each round."
     ),
 )
 
 # %%
 
-lab.table(
-    [
-        {
-            "order": kind,
-            "A after large matmul": f"{after[kind]['A']} of 8",
-            "B after large matmul": f"{after[kind]['B']} of 8",
-            "A, µs": f"{twins[f'A, {kind} order, µs']:.2f}",
-            "B, µs": f"{twins[f'B, {kind} order, µs']:.2f}",
-            "apart, %": f"{apart[kind][worst]:.1f}",
-        }
-        for kind in apart
-        if twins
-    ],
+
+# Drawing
+def order_of_rounds(place):
+    """What ran, one after another, when the kernel in this place of the table was timed."""
+    redraw = numpy.random.default_rng(0)  # again, as twins_by_order did
+    drawn = [redraw.permutation(["matmul", "A", "B"]) for _ in range(8 * (place + 1))]
+    chosen = numpy.hstack(drawn[-8:]).tolist()
+    return {"fixed": ["matmul", "A", "B"] * 8, "drawn": chosen}
+
+
+def count_after(order):
+    """How often each twin came right after the large matmul."""
+    return {twin: list(pairwise(order)).count(("matmul", twin)) for twin in "AB"}
+
+
+def least_steady(rows):
+    """The place of the kernel that differs most from itself in the fixed order, and its row."""
+    return max(
+        enumerate(rows),
+        key=lambda found: abs(
+            found[1]["A, fixed order, µs"] / found[1]["B, fixed order, µs"] - 1
+        ),
+    )
+
+
+def twins_in_figures(row, kind):
+    first_twin, other_twin = (row[f"{twin}, {kind} order, µs"] for twin in "AB")
+    percent = 100 * abs(first_twin / other_twin - 1)
+    return f"A {first_twin:.2f} µs, B {other_twin:.2f} µs: {percent:.1f} % apart"
+
+
+def orders_in_words(rows):
+    place, row = least_steady(rows)
+    found = []
+    for kind, order in order_of_rounds(place).items():
+        follows = count_after(order)
+        found.append(
+            f"In the {kind} order, A follows the large matmul {follows['A']} times and B "
+            f"{follows['B']} times. {twins_in_figures(row, kind)}."
+        )
+    return " ".join(found)
+
+
+def order_boxes(axes, rows):
+    """A box for each batch in turn; filled where a twin follows the large matmul."""
+    place, row = least_steady(rows)
+    inks = {"A": lab.colour("Kernel Book"), "B": lab.colour("PyTorch")}
+    grey, size = lab.colour("copy"), {"ha": "center", "va": "center", "fontsize": 10}
+    for line, (kind, order) in enumerate(order_of_rounds(place).items()):
+        top = 2.6 * line
+        axes.text(
+            0, top - 0.85, f"{kind} order", va="center", fontweight="bold", fontsize=10
+        )
+        for turn, (before, what) in enumerate(pairwise(["", *order])):
+            left = turn + 0.35 * (turn // 3)  # the rounds stand apart
+            ink, full = inks.get(what, grey), before == "matmul" != what
+            axes.add_patch(
+                Rectangle(
+                    (left, top - 0.4),
+                    0.9,
+                    0.8,
+                    linewidth=1.2,
+                    edgecolor=ink,
+                    facecolor=ink
+                    if full
+                    else "#f6f8fa"
+                    if what == "matmul"
+                    else "none",
+                )  # fmt: skip
+            )
+            letter = "M" if what == "matmul" else what
+            axes.text(
+                left + 0.45, top, letter, color="#ffffff" if full else ink, **size
+            )
+        axes.text(0, top + 0.85, twins_in_figures(row, kind), va="center", fontsize=10)
+    axes.text(
+        0,
+        4.5,
+        "filled: right after M, the large matmul",
+        va="center",
+        color=grey,
+        fontsize=10,
+    )
+    axes.figure.set_size_inches(5.4, 2.5)
+    axes.set(xlim=(-0.1, 26.6), ylim=(4.9, -1.3))
+    axes.set_axis_off()
+
+
+lab.draw(
+    by_order,
     f"One {twins.get('kernel', 'kernel')} under two names".replace(
         "matmul of 2,048", "matmul of 2,048 × 2,048"
     ),
+    orders_in_words,
+    order_boxes,
 )
 
 # %%
 
 # Reading
 # is the slower twin, in either order, the one that came after the matmul more often?
+after = {kind: count_after(order) for kind, order in order_of_rounds(worst).items()}
 follows = bool(twins) and all(
     (after[kind]["A"] > after[kind]["B"])
     == (twins[f"A, {kind} order, µs"] > twins[f"B, {kind} order, µs"])
@@ -1586,9 +1773,9 @@ lab.read(
     "Both times, the slower name is the one that came right after the large matmul more often, "
     "presumably because the matmul had lowered the clock. Eight draws did not even this out."
     if follows
-    else "In the fixed order, A comes right after the large matmul. That alone makes the kernel "
-    f"differ from itself by {max(apart['fixed']):.1f} %, presumably because the matmul has lowered "
-    "the clock."
+    else "In the fixed order, A always comes right after the large matmul, and the kernel differs "
+    f"from itself by {max(apart['fixed']):.1f} %, presumably because the matmul has lowered the "
+    "clock. No number of rounds would reveal it, because every round repeats it."
     if max(apart["fixed"]) > max(1, 1.5 * max(apart["drawn"]))
     else f"On this GPU, A and B differ by up to {max(apart['fixed'] + apart['drawn']):.1f} %, "
     "whatever the order."
@@ -1638,8 +1825,13 @@ counts_as_none = max(1, numpy.ceil(10 * max(by_median[-1], resolved)) / 10)
 lab.together(
     lab.read(
         "The book's loop also draws the order, and it pauses before each run. In it, A and B were "
-        f"at most {resolved:.2g} % apart, for three kernels. We therefore treat differences below "
-        f"{counts_as_none:g} % as none."
+        f"at most {resolved:.2g} % apart, for three kernels. To be safe, we treat differences "
+        f"below {counts_as_none:g} % as none."
+        + (
+            " If your old and new kernel ran in this loop, the 2 % are more than chance."
+            if counts_as_none < 2
+            else ""
+        )
     ),
     lab.read(
         "Compare only times taken **in one loop, together**"
@@ -1706,10 +1898,6 @@ lab.together(
 # This is the :term:`roofline`. The two limits meet at :math:`I = \pi / \beta`, the *ridge*. Left of
 # it, a kernel waits for memory; right of it, for arithmetic. We measure both limits on the same
 # GPU, with a copy and a matmul.
-#
-# **What breaks it: counting the wrong bytes.** :math:`Q` is what the job needs, not what one
-# program happens to move. The five PyTorch operations at the beginning of :doc:`/chapters/softmax`
-# read and write eight matrices, although the job needs only two.
 
 
 # Measuring
@@ -1733,6 +1921,21 @@ machine = lab.measure("The limits of the machine, bfloat16", limits)
 row = machine.rows[0] if machine.rows else {}
 pi, beta = row.get("matmul, TFLOP/s", nan), row.get("copy, GB/s", nan)
 hot = 2 * 8192**3 / random / 1e6
+
+# %%
+
+# Reading
+lab.read(
+    f"The copy moves {beta:,.0f} GB/s and the matmul does {pi:,.0f} TFLOP/s, so the ridge is at "
+    f"about {round(1e3 * pi / beta, -1):,.0f} FLOPs per byte. The weighted sum does 1 FLOP per "
+    "byte: even at its roof, it does only "
+    f"{100 * beta / 1e3 / pi:.1f} % of the FLOPs that the matmul does in the same time."
+)
+
+# %%
+# **What breaks it: counting the wrong bytes.** :math:`Q` is what the job needs, not what one
+# program happens to move. The five PyTorch operations at the beginning of :doc:`/chapters/softmax`
+# read and write eight matrices, although the job needs only two.
 
 # %%
 
@@ -1921,7 +2124,26 @@ lab.draw(
 )
 
 # %%
-# The next figure shows how near each comes to its roof, on every shape that took at least 20 µs.
+
+
+# Reading
+def waits_for(points):
+    left = {intensity < ridge for intensity, _ in points}
+    return "either" if len(left) > 1 else "memory" if left.pop() else "arithmetic"
+
+
+ridge = 1e3 * pi / beta
+placed = under_the_roof(machine.rows[0]) if machine.rows else {}
+waiting = [name for name, points in placed.items() if waits_for(points) == "memory"]
+*others, last_one = dict.fromkeys(name.partition(",")[0] for name in waiting) or [""]
+lab.read(
+    f"{', '.join(others).capitalize()} and {last_one} lie left of the ridge and near the roof. "
+    "There, a kernel gets faster only if the job needs fewer bytes: by a smaller dtype, or by "
+    "fusing it with its neighbour."
+)
+
+# %%
+# The best shape flatters, so the next figure shows every shape that took at least 20 µs.
 
 
 # Drawing
@@ -1958,30 +2180,11 @@ def shares(axes, rows):
     axes.invert_yaxis()
 
 
-def waits_for(points):
-    left = {intensity < ridge for intensity, _ in points}
-    return "either" if len(left) > 1 else "memory" if left.pop() else "arithmetic"
-
-
-ridge = 1e3 * pi / beta
 lab.draw(
     machine,
     "The share of its roof that each operator reaches",
     shares_in_words,
     shares,
-)
-
-# %%
-
-
-# Reading
-placed = under_the_roof(machine.rows[0]) if machine.rows else {}
-waiting = [name for name, points in placed.items() if waits_for(points) == "memory"]
-*others, last_one = dict.fromkeys(name.partition(",")[0] for name in waiting) or [""]
-lab.read(
-    f"{', '.join(others).capitalize()} and {last_one} lie left of the ridge, which is at about "
-    f"{round(ridge, -1):,.0f} FLOPs per byte. Near the roof, they get faster only if the job needs "
-    "fewer bytes: by a smaller dtype, or by fusing it with its neighbour."
 )
 
 # %%
@@ -2002,7 +2205,26 @@ below = [
     for kind in ("back", "in FP8")
     for _, share in placed.get(f"attention, {kind}", ())
 ]
+norms = (results.find("layer_norm_backward") or {"sweeps": {}})["sweeps"].get(
+    "backward", {"points": []}
+)["points"]
+widths = [
+    point["columns"]
+    for point in norms
+    if point.get("dtype", "bfloat16") == "bfloat16" and "columns" in point
+]
+of_norm = [share for _, share in placed.get("layer norm, back", ())]
+of_waiting = [share for name in waiting for _, share in placed[name]]
 lab.together(
+    lab.read(
+        "Left of the ridge, layer norm falls furthest: on rows of "
+        f"{widths[-1]:,} numbers, its backward pass reaches {of_norm[-1]:.0f} %."
+    )
+    if of_norm
+    and len(widths) == len(of_norm)
+    and widths[-1] == max(widths)
+    and of_norm[-1] == min(of_waiting)
+    else None,
     lab.read(
         "Attention lies right of the ridge and further from its roof: its forward pass reaches "
         f"{lowest[1]:.0f} % "
@@ -2027,9 +2249,8 @@ lab.together(
 # Folded: How the figures count, and every operator in numbers
 lab.together(
     lab.read(
-        f"The copy reaches {beta:,.0f} GB/s and the matmul {pi:,.0f} TFLOP/s. We time the matmul "
-        f"with pauses, like every kernel in this book; on a busy GPU, it reached {hot:,.0f} "
-        "TFLOP/s."
+        "We time the matmul with pauses, like every kernel in this book. On a busy GPU, it reached "
+        f"{hot:,.0f} TFLOP/s instead of {pi:,.0f}."
     ),
     lab.read(
         "We count FLOPs by the formulas of each chapter (an exponential is one, random bits are "
@@ -2133,22 +2354,15 @@ per_row = {row["case"]: row["spills"] * 32 * row["warps"] for row in facts.rows}
 lab.table(
     [
         {
-            "limit": row["case"].replace("Kernel Book", "no limit"),
-            "registers": row["registers"],
+            "limit": row["case"].replace(
+                "Kernel Book", f"no limit ({row['registers']} used)"
+            ),
             "spills per thread": row["spills"],
             "spills per row": f"{per_row[row['case']]:,}",
             "µs": f"{1e3 * limited.milliseconds_at(row['case']):.0f}",
             "% of a copy": round(100 * limited.share(row["case"])),
         }
-        for name in (
-            "Kernel Book",
-            "64 registers",
-            "48 registers",
-            "32 registers",
-            "32 registers, 4 warps",
-        )
-        for row in facts.rows
-        if row["case"] == name
+        for row in sorted(facts.rows, key=lambda row: per_row[row["case"]])
     ],
     "A softmax of 32,768 × 4,096, against a copy of that size",
 )
@@ -2172,7 +2386,11 @@ lab.read(
     )
     + (
         "Four warps help under the same limit, since each thread then holds fewer values."
-        + (" The time rises with the spills per row." if rises else "")
+        + (
+            " From line to line, the time rises with the spills per row."
+            if rises
+            else ""
+        )
         if spread_out > 1.05 * tight
         else "More warps do not help."
     )
@@ -2287,9 +2505,9 @@ lab.together(
 # default, it fixes the clock and flushes the caches before each launch, so take bytes from it and
 # times from ``gpu_time``.
 #
-# We profile three softmaxes, each with an input and an output of 268 MB. ``row`` and ``online`` get
-# 16,384 × 8,192 numbers, and the slow kernel 32,768 × 4,096, as above. ``online``, another kernel
-# of the softmax chapter, loads every row twice. Guess how many bytes it reads from :term:`HBM`.
+# We profile three softmaxes, each with an input and an output of 268 MB: ``row``, the slow ``row``
+# from above, and ``online``, another kernel of the softmax chapter, which loads every row twice.
+# Guess how many bytes ``online`` reads from :term:`HBM`, the GPU's memory.
 
 # Measuring
 COUNTERS = {
@@ -2451,8 +2669,11 @@ writes = (
 )
 by_row = (
     f"`row` reads what it must on paper{writes}. It keeps HBM {count('HBM, of its peak'):.0f} % "
-    "busy. More is hardly possible: in the table above, on as many bytes, `row` reached "
-    f"{untouched:.0f} % of a copy's speed. The kernel waits for memory, as the roofline predicts."
+    "busy. More is hardly possible, because in the table above `row` is as fast as a copy of as "
+    "many bytes. The kernel waits for memory, as the roofline predicts."
+    if read < 1.02 * paper and untouched > 98
+    else f"`row` reads what it must on paper{writes}. It keeps HBM "
+    f"{count('HBM, of its peak'):.0f} % busy, and reached {untouched:.0f} % of a copy's speed."
     if read < 1.02 * paper
     else f"`row` reads {read:.0f} MB from HBM, although {paper:.0f} would do."
 )
@@ -2476,13 +2697,19 @@ None if "absent" in counts else lab.read(by_online)
 moved = (slow.get("read from HBM", nan) + slow.get("written to HBM", nan)) / 1e6
 local = (slow.get("spilled", nan) + slow.get("spills read back", nan)) / 1e6
 share = slow.get("HBM, of its peak", nan)
+longer = moved / (read + written) * count("HBM, of its peak") / share  # bytes by rate
 found = ""
 if moved > 1.2 * 2 * paper:
     found = (
         f"The slow kernel moves {moved / 2 / paper:.1f} times the bytes that its job needs, "
         "because much of what its threads spill passes through HBM (see the fold). "
         + (
-            f"HBM is {share:.0f} % busy, so **busy alone proves nothing**: compare "
+            f"At {share:.0f} instead of {count('HBM, of its peak'):.0f} % of HBM's peak, these "
+            f"bytes explain why the kernel takes {untouched / tight:.1f} times as long. **Busy "
+            "alone proves nothing**: compare the bytes with those on paper."
+            if abs(longer / (untouched / tight) - 1) < 0.1
+            and share > 0.7 * count("HBM, of its peak")
+            else f"HBM is {share:.0f} % busy, so **busy alone proves nothing**: compare "
             "the bytes with those on paper."
             if share > 0.7 * count("HBM, of its peak")
             else f"Even so, HBM is only {share:.0f} % busy."
@@ -2651,8 +2878,9 @@ for _ in range(1000):
     plain += term
 print(
     f"Instead of {truth.item():.4f}, the sum is {plain.item():.4f} without the second number, and "
-    f"{compensated(term).item():.4f} with it."
+    f"{compensated(term).item():.4f} with it, the nearest number in float16."
 )
+assert compensated(term) == truth.to(torch.float16)
 lab.check(
     "A compensated sum",
     [

@@ -161,8 +161,7 @@ lab.together(
 # -------------------
 #
 # To see which operations take the time of a step, we use an object ``training``, which holds a
-# model, its optimiser and a batch. It has one method for each of the three passes of a step, and
-# ``whole()`` runs all three:
+# model, its optimiser and a batch. It has one method per pass; ``whole()`` runs all three:
 #
 # .. code-block:: python
 #
@@ -172,20 +171,10 @@ lab.together(
 #    optimizer.step()                                # step(), the optimiser alone
 #    optimizer.zero_grad()
 #
-# The host merely queues kernels and runs ahead, so wait for the GPU before each reading of the
-# clock. Discard the first few steps, then repeat:
-#
-# .. code-block:: python
-#
-#    torch.cuda.synchronize()
-#    begin = time.perf_counter()
-#    training.forward()
-#    torch.cuda.synchronize()
-#    print(1e3 * (time.perf_counter() - begin), "ms")
-#
-# We time the step in float32, with TF32 off as is PyTorch's default, and under ``torch.autocast``,
-# which runs the matmuls in bfloat16. Unless we say otherwise, the model is *large* at a context of
-# 1,024.
+# We time the step in float32, with TF32 off as is PyTorch's default, and under :term:`autocast`,
+# which runs the matmuls in bfloat16. The host merely queues kernels and runs ahead, so we call
+# ``torch.cuda.synchronize()`` before each reading of the clock, and discard the first few steps.
+# Unless we say otherwise, the model is *large* at a context of 1,024.
 
 # %%
 
@@ -359,20 +348,24 @@ lab.together(
 
 # %%
 # A step launches thousands of kernels, but they belong to a few kinds of PyTorch operations. The
-# profiler records both:
+# profiler knows how long the kernels of each operation took:
 #
 # .. code-block:: python
 #
-#    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+#    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
 #        training.forward()
 #        torch.cuda.synchronize()
-#    print(by_group(found.key_averages()))
+#    for found in profiler.key_averages():
+#        if found.device_type == DeviceType.CPU:  # an operation; kernels have their own entries
+#            print(found.key, found.self_device_time_total / 1e3, "ms")
 #
-# ``key_averages()`` returns one entry per operation, with the microseconds that its kernels took.
-# ``by_group`` sums them by what the operations do, which it infers from their names. A matmul, for
-# example, matches ``aten::(mm|addmm|bmm|baddbmm)$``.
+# We sum these times by what an operation does, which its name tells. ``aten::bmm``, for example, is
+# a matmul, and ``aten::copy_`` casts or copies.
+
+# %%
 
 
+# Measuring
 def by_group(averages):
     """Milliseconds in kernels, by the group of the operation that launched them."""
     times = Counter()
@@ -543,7 +536,9 @@ def cut(axes, value, place):
 def group_bars(axes, rows):
     axes.figure.set_size_inches(5.4, 4.4)
     axes.grid(axis="y", visible=False)
-    names = list(group_times(rows, "bfloat16"))
+    took_most = Counter(group_times(rows, "bfloat16"))
+    took_most["other"] = 0  # stands last
+    names = [name for name, _ in took_most.most_common()]
     for offset, dtype in ((-0.2, "float32"), (0.2, "bfloat16")):
         times = group_times(rows, dtype)
         values = [times.get(name, 0) for name in names]
@@ -641,9 +636,9 @@ lab.table(
 
 # %%
 # Attention shows what moving bytes costs, because the formula sends its table of scores to memory
-# and back again and again. The figure counts the bytes for a single score. Softmax runs in float32,
-# at 4 bytes per number, and the rest in bfloat16, at 2. ``masked_fill`` copies the table before it
-# fills it.
+# and back again and again. Let us follow a single score. Softmax runs in float32, at 4 bytes per
+# number, and the rest in bfloat16, at 2. The mask takes two trips, because ``masked_fill`` copies
+# the table before it fills it.
 
 # Drawing
 OF_MATMULS, OF_SOFTMAX = "matmuls, scale, cast to bfloat16", "softmax and its cast"
@@ -719,10 +714,9 @@ lab.sketch(
 )
 
 # %%
-# Each colour stands for ranges that ``record_function`` labels; a cast belongs to the operation
-# that asks for it. The table sets a colour's bytes beside its FLOPs and its time in the profile.
-# For heads of :math:`d_h = 64` numbers, the two matmuls do :math:`4 d_h` FLOPs per score, the
-# scaling one, and softmax about five.
+# The colours are the labels of ``record_function``, so the profile also tells the time of each. For
+# heads of 64 numbers, the two matmuls do 128 FLOPs each per score; scaling does one, and softmax
+# about five.
 
 
 def of_record(chapter, name):
@@ -771,28 +765,22 @@ lab.table(
 # %%
 
 # Reading
-at_speed = [  # of the numbers that the table shows
-    100 * round(row["ms at a copy's speed"], 1) / round(row["ms, measured"], 1)
-    for row in inside.values()
-]
 by_flops = 1e3 * (4 * head) * n_scores / of_matmul
-products_range = inside[OF_MATMULS]["ms, measured"]
+by_bytes, in_ranges = (
+    sum(row[column] for row in inside.values())
+    for column in ("ms at a copy's speed", "ms, measured")
+)
 lab.read(
-    f"**Bytes explain {min(at_speed):.0f} to {max(at_speed):.0f} % of these times; FLOPs explain "
-    "little.** At the speed of a large matmul the first row would take "
-    f"{by_flops:.1f} ms instead of {products_range:.1f}. What takes the rest we did not isolate."
+    f"**Attention takes {in_ranges:.0f} of the "
+    f"{profile_number('kernels, ms', 'bfloat16', 'forward'):.0f} ms that the kernels of forward "
+    f"take.** Its matmuls could take {by_flops:.0f} ms at the speed of a large one, but its bytes "
+    f"need {by_bytes:.0f} even at the speed of a copy. What takes the rest we did not isolate."
 )
 
 # %%
-# .. admonition:: Key idea
-#    :class: kb-key
-#
-#    As long as attention stores its table, a step under autocast spends most of its time in
-#    operations that mainly move bytes. To know how fast they can be, count bytes, not FLOPs.
-#
-# Casts and copies grew most, because :term:`autocast` runs each operation in the dtype that PyTorch
-# lists for it: linear layers in bfloat16; softmax, layer norm and the loss in float32. In between
-# it must cast tensors, and every weight before its matmul.
+# In the figure of all kernels casts and copies grew most, because autocast runs each operation in
+# the dtype that PyTorch lists for it: linear layers in bfloat16; softmax, layer norm and the loss
+# in float32. In between it must cast tensors, and every weight before its matmul.
 
 
 # Measuring
@@ -854,14 +842,21 @@ lab.read(
         else ". "
     )
     + (
-        f"**Most of this time, {by_tensor[where_cast]:.1f} ms, goes to the table of scores**, so a "
-        "kernel that never stores the table saves it too."
+        f"**Most of this time, {by_tensor[where_cast]:.1f} ms, goes to the table of scores**, as "
+        "the shapes in a profile show, so a kernel that never stores the table saves it too."
         if by_tensor[where_cast] > 0.6 * in_all > 0
         else f"Those of the table of scores take {by_tensor[where_cast]:.1f}."
         if cast_ms.rows
         else ""
     )
 )
+
+# %%
+# .. admonition:: Key idea
+#    :class: kb-key
+#
+#    As long as attention stores its table, a step under autocast spends most of its time in
+#    operations that mainly move bytes. To know how fast they can be, count bytes, not FLOPs.
 
 # %%
 
@@ -1010,7 +1005,7 @@ lab.together(
 #
 # - the inputs of both layer norms and of the four linear layers ``qkv``, ``out``, ``up`` and
 #   ``down``, and the input of GELU: :math:`5 N d + 2 N f` numbers;
-# - q, k and v, which the matmuls of attention copy into the layout that they need: :math:`3 N d`;
+# - q, k and v, copied into the layout that the matmuls of attention need: :math:`3 N d`;
 # - the output of softmax, the *attention table*: :math:`T^2` numbers for each head of each
 #   sequence, :math:`B H T^2`;
 # - the two dropout masks, one byte per number: :math:`2 N d` bytes.
@@ -1209,12 +1204,12 @@ lab.together(
         "GiB under autocast, which attention without a table should save."
     ),
     lab.read(
-        "Autocast saves no memory here, because it keeps the output of softmax in both dtypes: a "
-        f"layer keeps {with_autocast:.0f} MiB instead of {without_autocast:.0f}."
+        "Under autocast a layer keeps no less at 1,024, because it keeps the output of softmax in "
+        f"both dtypes: {with_autocast:.0f} MiB instead of {without_autocast:.0f}."
     ),
     lab.read(
-        "All of this is counted. For 2.7B the count is within "
-        f"{max(map(abs, off)):.1f} % of what we measured."
+        "We counted all of this on paper. In 2.7B, where we also measured it, the count is within "
+        f"{max(map(abs, off)):.1f} %."
     ),
 )
 
@@ -1239,7 +1234,8 @@ lab.table(
 )
 
 # %%
-# With :term:`checkpointing` a layer keeps only its input and recomputes the rest in backward.
+# Does forward have to keep all this? With :term:`checkpointing` a layer keeps only its input and
+# recomputes the rest in backward. We follow the memory through a step, once each way.
 
 
 # Measuring
@@ -1366,6 +1362,13 @@ def timeline_lines(axes, rows):
     axes.set_ylim(0, 1.2 * top)
 
 
+lab.draw(
+    timeline,
+    "Memory during one step of large, float32",
+    timeline_in_words,
+    timeline_lines,
+)
+
 # %%
 
 
@@ -1415,7 +1418,7 @@ step_took = {
     for row in checkpoint_ms.rows
 }
 lab.read(
-    f"**In float32 this lowers the peak of a step from {peak['all kept']:.1f} GiB to "
+    f"**Checkpointing lowers the peak from {peak['all kept']:.1f} GiB to "
     f"{peak['checkpointed']:.1f}.** The price is another forward pass: the step takes "
     f"{step_took.get('checkpointed', nan):.0f} ms instead of {step_took.get('all kept', nan):.0f}. "
     "Attention without a table recomputes too, but only the scores."
@@ -1440,12 +1443,6 @@ tables = sum(
     row["times"]
     for row in allocations.rows
     if row["pass"] == "forward" and row["MiB"] == table_mib
-)
-lab.draw(
-    timeline,
-    "Memory during one step of large, float32",
-    timeline_in_words,
-    timeline_lines,
 )
 lab.together(
     lab.read(
@@ -1743,8 +1740,10 @@ lab.draw(grid, "Attention alone, with and without the table", both_in_words, bot
 with_sdpa = any(row["provider"] in FUSED for row in grid.rows)
 fast = in_grid("both, ms", "PyTorch", 16384), in_grid("both, ms", "Kernel Book", 16384)
 times = nan if isinstance(fast[0], str) else fast[0] / fast[1]
-by_sdpa = fastest_fused(16384)
-short = fastest_fused(CONTEXT), in_grid("both, ms", "Kernel Book", CONTEXT)
+both = both_passes(grid.rows)
+of_sdpa_time = [
+    100 * both["the book's"][length] / took for length, took in both["SDPA"].items()
+]
 held = [in_grid("held, MiB", name, 16384) for name in ("PyTorch", "Kernel Book")]
 lab.together(
     lab.read(
@@ -1758,10 +1757,10 @@ lab.together(
         )
     ),
     lab.read(
-        f"The book's takes {100 * fast[1] / by_sdpa:.0f} % of SDPA's time at 16,384 and "
-        f"{100 * short[1] / short[0]:.0f} % at 1,024."
+        f"Depending on the length, the book's takes {min(of_sdpa_time):.0f} to "
+        f"{max(of_sdpa_time):.0f} % of SDPA's time."
     )
-    if by_sdpa == by_sdpa
+    if of_sdpa_time
     else None,
 )
 
@@ -1805,8 +1804,7 @@ lab.together(
 # --------------------------------------
 #
 # To see what each operator saves, we replace them one at a time. The model takes its operators as
-# arguments, so defining a version takes one line. An operator that a line omits is PyTorch's;
-# ``ours`` is the book's attention with a causal mask.
+# arguments, so defining a version takes one line. An operator that a line omits is PyTorch's.
 
 sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
 layer_norm_16 = partial(layer_norm, out_dtype=torch.bfloat16)
@@ -2078,16 +2076,15 @@ by_ours = next(iter(gaps(learned.rows).values()))
 offset, error = mean_and_error(by_ours)
 by_seed = ends(learned.rows, "PyTorch").std(ddof=1)
 lab.read(
-    "**A single step gives matching results**: with our operators, the loss and every gradient of "
-    f"a small model stay within tolerance. After {TRAINED} steps from each of {len(SEEDS)} seeds, "
-    f"the loss ends {abs(offset):.3f} ± {BY_CHANCE * error:.3f} (95 % confidence) "
-    f"{'above' if offset > 0 else 'below'} that with PyTorch's"
+    "Before we time a version, it must compute the same. With our operators the loss and every "
+    f"gradient of a small model stay within tolerance. After {TRAINED} steps, the mean losses of "
+    f"{len(SEEDS)} seeds with our operators and with PyTorch's differ"
     + (
-        ", within what chance explains."
+        " by less than chance explains."
         if abs(offset) < 0.75 * BY_CHANCE * error
-        else ", at the edge of what chance explains."
+        else " by about as much as chance can explain."
         if abs(offset) < 1.25 * BY_CHANCE * error
-        else "; we do not know why."
+        else " by more than chance explains, and we do not know why."
     )
 )
 
@@ -2279,7 +2276,6 @@ def saves(before, after):
     return layer_ms(before) - layer_ms(after)
 
 
-sdpa_more = 100 * (layer_ms("SDPA") / layer_ms("+ attention") - 1)
 fusing = layer_ms("attention, compiled") / layer_ms("Kernel Book")
 normed = saves("+ attention", "+ layer norm")
 normed_percent = 100 * abs(normed) / layer_ms("+ attention")
@@ -2287,9 +2283,9 @@ by_dropout = saves("+ layer norm", "+ dropout")
 lab.together(
     lab.read(
         "**In eager mode our attention, which stores no table and skips the masked half, saves "
-        f"{saves('PyTorch', '+ attention'):.2f} of the layer's {layer_ms('PyTorch'):.2f} ms.** Our "
-        f"softmax alone saves {saves('PyTorch', '+ softmax'):.2f}. With SDPA a layer takes "
-        f"{abs(sdpa_more):.0f} % {'longer' if sdpa_more > 0 else 'less'} than with our attention."
+        f"{saves('PyTorch', '+ attention'):.2f} of the layer's {layer_ms('PyTorch'):.2f} ms.** "
+        f"SDPA saves {saves('PyTorch', 'SDPA'):.2f}, our softmax alone only "
+        f"{saves('PyTorch', '+ softmax'):.2f}."
     ),
     lab.read(
         f"Our layer norm {'saves' if normed > 0 else 'costs'} {normed_percent:.0f} % of the time "
@@ -2299,7 +2295,7 @@ lab.together(
             if abs(by_dropout) < 0.01 * layer_ms("+ dropout")
             else f"{by_dropout:.2f} ms. "
         )
-        + "Compiled, where the compiler fuses what they replace, the two together "
+        + "In a compiled layer, where those of PyTorch are fused, the two together "
         + (
             "change less than 1 %."
             if abs(fusing - 1) < 0.01
@@ -2749,9 +2745,9 @@ lab.read(
 
 # %%
 # It waits for the host. A kernel starts once it has been launched and the one before it has
-# finished, so where launches take longer than kernels, the GPU waits. The picture follows five
-# launches of an eager layer, with our operators in blue. Its lengths are schematic; its last row is
-# the remedy of the next section.
+# finished, so launches that take longer than kernels leave gaps. The picture follows five launches
+# of an eager layer, with our operators in blue. Its lengths are schematic, and its last row is
+# explained in the next section.
 
 # Drawing
 FIVE = ("layer norm", "qkv", "attention", "out", "dropout")
@@ -2835,10 +2831,20 @@ lab.sketch(
 #    A step runs at the pace of whichever is slower: the GPU, which runs the kernels, or the host,
 #    which launches them.
 #
-# Which of the two sets the pace of our steps? For the host, we read the clock after
-# ``torch.cuda.synchronize()`` and again when the last call of a step returns. For the GPU, we add
-# up the kernels in a profile. A step takes only about as long as its longer bar, because the three
-# times come from different steps and scatter.
+# To find out which of the two sets the pace of your step, read the clock twice:
+#
+# .. code-block:: python
+#
+#    torch.cuda.synchronize()
+#    begin = time.perf_counter()
+#    training.whole()
+#    host = time.perf_counter() - begin  # everything is launched
+#    torch.cuda.synchronize()
+#    step = time.perf_counter() - begin  # everything has run
+#
+# If ``host`` is nearly as long as ``step``, the host sets the pace; if it is much shorter, the GPU.
+# The striped bars show ``host``, the solid bars the sum of the kernels in a profile. Both come from
+# other steps than the time at the right, so a step is only about as long as its longer bar.
 
 # Drawing
 MODES = {  # the versions that are drawn, and what the figures call them
@@ -2881,7 +2887,7 @@ def steps_in_words(rows):
 
 def two_bars(axes, rows):
     """For each version the host's time above the GPU's, and the step's at the right."""
-    axes.figure.set_size_inches(5.4, 4.9)
+    axes.figure.set_size_inches(5.4, 4.5)
     axes.grid(visible=False)
     rows = {row["version"]: row for row in timed(rows)}
     grey, blue = lab.colour("copy"), lab.colour("Kernel Book")
@@ -2917,18 +2923,15 @@ def two_bars(axes, rows):
             axes.barh(place + 0.19, busy, 0.3, color=ink)
             beside(axes, busy, place + 0.2, f"GPU {busy:.0f}")
             took = f"{row['step p50, ms']:.0f}"
-            within = "–".join(f"{row[f'step {q}, ms']:.0f}" for q in ("p20", "p80"))
             bold = {"fontsize": 11, "fontweight": "bold"}
-            axes.text(1.4 * longest, place - 0.2, took, **bold, **at_right)
-            axes.text(1.4 * longest, place + 0.22, within, fontsize=9, **at_right)
+            axes.text(1.36 * longest, place, took, **bold, **at_right)
         place += 1.2
-    for shift, what, points in ((-0.25, "step, ms", 11), (0.17, "middle 60 %", 9)):
-        axes.text(1.4 * longest, heads[0] + shift, what, fontsize=points, **at_right)
+    axes.text(1.36 * longest, heads[0], "step, ms", fontsize=10, **at_right)
     axes.set_yticks(list(ticks), list(ticks.values()))
     mark_ours(axes)
     axes.set_ylim(place - 0.6, -0.6)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlim(0, 1.42 * longest)
+    axes.set_xlim(0, 1.38 * longest)
     axes.set_xticks(range(0, int(longest) + 20, 50))
     axes.set(xlabel="ms per training step")
     axes.barh(1, 0, edgecolor=grey, label="the host launches", **striped)
@@ -2963,23 +2966,6 @@ dearer = {  # by how many milliseconds each of our operators lengthens the launc
 saved_peak = step("peak, GiB", "PyTorch") - step("peak, GiB", "SDPA")
 peaks = {f"{step('peak, GiB', name):.0f}" for name in ("SDPA", "+ dropout")}
 promised = n_layers * saves("PyTorch", "+ dropout")
-lab.together(
-    lab.read(
-        "**On the GPU, the solid bars, all our operators save "
-        f"{busy_ms_of('PyTorch') - busy_ms_of('+ dropout'):.0f} ms of an eager step's "
-        f"{busy_ms_of('PyTorch'):.0f}.** The layer promised {promised:.0f}, as each of {n_layers} "
-        f"layers saves {saves('PyTorch', '+ dropout'):.2f}."
-    ),
-    lab.read(
-        f"Peak memory is {step('peak, GiB', 'PyTorch'):.0f} GiB with the formula and "
-        f"{' or '.join(sorted(peaks, reverse=True))} without the table. SDPA lowers it by "
-        f"{saved_peak:.1f} GiB; we counted {in_tables:.1f} for the tables."
-    ),
-)
-
-# %%
-
-# Reading
 our_host, sdpa_host = host_ms("+ dropout"), host_ms("SDPA")
 lone = [
     row
@@ -3008,30 +2994,33 @@ unclear_hosts = any(
 lab.together(
     lab.read(
         (
-            "**But in every step except those of the formula, the striped bar of the host is "
-            "clearly the longer.** "
+            "**In every step except those of the formula, the striped bar of the host is clearly "
+            "the longer,** "
             if clearly_by_host == {*waits} - {"PyTorch", "torch.compile"}
-            else "**But with all our operators the striped bars of the host are the longer.** "
+            else "**With all our operators the striped bars of the host are the longer,** "
             if {"+ dropout", "Kernel Book"} <= by_host
-            else "**But in some steps the striped bar of the host is the longer.** "
+            else "**In some steps the striped bar of the host is the longer,** "
         )
-        + "In these, faster kernels no longer help."
+        + "so faster kernels no longer shorten these steps."
     )
     if by_host
     else None,
     lab.read(
         "Host times scatter so widely that we trust none of their differences."
         if unclear_hosts
-        else "All our operators together take longer to launch than SDPA: "
-        f"{our_host:.0f} ms instead of {sdpa_host:.0f} eager, {host_ms('Kernel Book'):.0f} instead "
-        f"of {host_ms('SDPA, compiled'):.0f} compiled. "
-        + (
-            f"Our attention alone raises the eager {sdpa_host:.0f} to {first_ours:.0f}. "
-            if attention_adds
-            else ""
-        )
-        + "Before each launch ours run Python, PyTorch's run C++, which may be the reason; we did "
-        "not isolate it."
+        else "The host takes longer with our operators than with SDPA. Before each launch ours run "
+        "Python where PyTorch's run C++, which may be the reason; we did not isolate it."
+    ),
+    lab.read(
+        "On the GPU, the solid bars, all our operators save "
+        f"{busy_ms_of('PyTorch') - busy_ms_of('+ dropout'):.0f} ms of an eager step's "
+        f"{busy_ms_of('PyTorch'):.0f}. The layer promised {promised:.0f}, as each of {n_layers} "
+        f"layers saves {saves('PyTorch', '+ dropout'):.2f}."
+    ),
+    lab.read(
+        f"Peak memory falls from {step('peak, GiB', 'PyTorch'):.0f} GiB with the formula to "
+        f"{' or '.join(sorted(peaks, reverse=True))} without the table. SDPA lowers it by "
+        f"{saved_peak:.1f} GiB; we counted {in_tables:.1f} for the tables."
     ),
 )
 
@@ -3067,8 +3056,16 @@ lab.together(
         f"{our_host - sdpa_host:.0f} ms longer; we do not know where the rest goes."
     ),
     lab.read(
-        "The host's times scatter, so in a step we trust only the differences between ours and "
-        "SDPA, neither the order of our versions nor the effect of compiling."
+        f"The host launches an eager step in {our_host:.0f} ms with all our operators and in "
+        f"{sdpa_host:.0f} with SDPA, a compiled one in {host_ms('Kernel Book'):.0f} and "
+        f"{host_ms('SDPA, compiled'):.0f}. "
+        + (
+            f"Our attention alone raises the eager {sdpa_host:.0f} to {first_ours:.0f}. "
+            if attention_adds
+            else ""
+        )
+        + "These times scatter, so in a step we trust only the differences between ours and SDPA, "
+        "neither the order of our versions nor the effect of compiling."
     ),
     lab.read(
         "`torch.compile` launches the kernels of our layer norm and dropout itself. Of our "
@@ -3183,7 +3180,7 @@ lab.together(
 #        training.whole()             # run, not recorded
 #    torch.cuda.current_stream().wait_stream(stream)
 #
-#    optimizer.param_groups[0]["capturable"] = True
+#    optimizer.param_groups[0]["capturable"] = True  # else AdamW refuses the capture
 #    with torch.cuda.graph(graph, stream=stream):
 #        training.whole()             # recorded, not run
 #    graph.replay()                   # one step, with new dropout masks
@@ -3194,8 +3191,8 @@ lab.together(
 # **A graph reads its batch from the memory that held it at capture**, so the next batch must be
 # copied there: ``training.tokens.copy_(tokens)``, and likewise ``following``.
 #
-# ``torch.compile(mode="reduce-overhead")`` captures only what it compiles, here each layer. By hand
-# one graph holds the whole step, AdamW included. We did not time that mode.
+# ``torch.compile(mode="reduce-overhead")``, which we did not time, captures only what it compiles,
+# here each layer. By hand one graph holds the whole step, AdamW included.
 
 # Folded: The whole capture function
 lab.together(
@@ -3236,12 +3233,41 @@ def graphs_in_words(rows):
     )
 
 
+HOLLOW = {"markersize": 8, "markerfacecolor": "white"}
+
+
+def two_dots(axes, place, launched, graph, ink, unit=1):
+    """The milliseconds of a step that the host launches, and of the same step as a graph."""
+    axes.plot([graph / unit, launched / unit], [place] * 2, color=ink, linewidth=1.5)
+    axes.plot(launched / unit, place, "o", color=ink, **HOLLOW)
+    axes.plot(graph / unit, place, "D", color=ink, markersize=8)
+    sign = 1 if launched > 0.95 * graph else -1
+    for side, took, text in (
+        (-sign, graph, f"{graph:.1f}"),
+        (sign, launched, f"{launched:.0f}"),
+    ):
+        axes.annotate(
+            text,
+            (took / unit, place),
+            xytext=(8 * side, 0),
+            textcoords="offset points",
+            ha="left" if side > 0 else "right",
+            va="center",
+            fontsize=10,
+        )
+
+
+def name_dots(axes, ink):
+    """What the two marks mean, for the legend."""
+    axes.plot([], [], "D", color=ink, markersize=8, label="as a graph")
+    axes.plot([], [], "o", color=ink, label="launched by the host", **HOLLOW)
+
+
 def graph_dots(axes, rows):
     axes.figure.set_size_inches(5.4, 3.6)
     axes.grid(visible=False)
     rows = {row["version"]: row for row in timed(rows)}
     grey, blue = lab.colour("copy"), lab.colour("Kernel Book")
-    hollow = {"markersize": 8, "markerfacecolor": "white"}
     place, ticks, longest = 0, {}, 0
     for mode, versions in MODES.items():
         axes.text(1, place, mode, va="center", fontsize=11, fontweight="bold")
@@ -3253,23 +3279,7 @@ def graph_dots(axes, rows):
             took = rows[name]["step p50, ms"]
             graph_took = rows[ALL_GRAPHS[name]]["step p50, ms"]
             ink = blue if "ours" in label else grey
-            axes.plot([graph_took, took], [place] * 2, color=ink, linewidth=1.5)
-            axes.plot(took, place, "o", color=ink, **hollow)
-            axes.plot(graph_took, place, "D", color=ink, markersize=8)
-            sign = 1 if took >= graph_took else -1
-            for side, at_x, text in (
-                (-sign, graph_took, f"{graph_took:.1f}"),
-                (sign, took, f"{took:.0f}"),
-            ):
-                axes.annotate(
-                    text,
-                    (at_x, place),
-                    xytext=(8 * side, 0),
-                    textcoords="offset points",
-                    ha="left" if side > 0 else "right",
-                    va="center",
-                    fontsize=10,
-                )
+            two_dots(axes, place, took, graph_took, ink)
             longest = max(longest, took, graph_took)
         place += 1.2
     axes.set_yticks(list(ticks), list(ticks.values()))
@@ -3278,8 +3288,7 @@ def graph_dots(axes, rows):
     axes.tick_params(axis="y", length=0)
     axes.set_xlim(0, 1.12 * longest)
     axes.set(xlabel="ms per training step")
-    axes.plot([], [], "D", color=grey, markersize=8, label="as a graph")
-    axes.plot([], [], "o", color=grey, label="launched by the host", **hollow)
+    name_dots(axes, grey)
 
 
 lab.draw(steps, "The same steps as CUDA graphs", graphs_in_words, graph_dots)
@@ -3320,11 +3329,91 @@ lab.together(
     ),
     lab.read(
         measured(
-            "The eager formula hardly gains, since its kernels take longer than its launches."
+            "The eager formula hardly gains, because its kernels take longer than its launches."
             if gained["PyTorch"] < 1.03 and host_ms("PyTorch") < busy_ms_of("PyTorch")
             else f"A graph saves {100 - 100 / gained['PyTorch']:.0f} % of the eager formula.",
             gained["PyTorch"],
         )
+    ),
+)
+
+# %%
+# With the launches gone, only the kernels are left. Why do the bars at the top end so far below
+# 100? The figure sorts the kernels of the same four versions, now in a whole step.
+
+# Drawing
+FOUR = {  # the bars at the top
+    "PyTorch": "formula, eager",
+    "torch.compile": "formula",
+    "SDPA, compiled": "SDPA",
+    "Kernel Book": "all ours",
+}
+
+
+def kinds_of_step(row):
+    return {kind: row[f"{kind}, ms"] for kind in KINDS}
+
+
+def four_in_words(rows):
+    rows = {row["version"]: row for row in timed(rows)}
+    return "Milliseconds of kernels in a step. " + "; ".join(
+        f"{label}: "
+        + ", ".join(
+            f"{KIND_NAMES[kind]} {took:.1f}"
+            for kind, took in kinds_of_step(rows[name]).items()
+        )
+        for name, label in FOUR.items()
+        if name in rows
+    )
+
+
+def four_bars(axes, rows):
+    axes.figure.set_size_inches(5.4, 2.9)
+    axes.grid(visible=False)
+    rows = {row["version"]: row for row in timed(rows) if row["version"] in FOUR}
+    for place, name in enumerate(rows):
+        reached = 0
+        for kind, took in kinds_of_step(rows[name]).items():
+            label = "" if place else KIND_NAMES[kind]
+            axes.barh(place, took, 0.62, left=reached, color=INKS[kind], label=label)
+            if took > 9:
+                white = {"color": "white", "ha": "center", "va": "center"}
+                axes.text(reached + took / 2, place, f"{took:.0f}", fontsize=10, **white)
+            reached += took
+        beside(axes, reached, place, f"{reached:.0f} ms")
+    axes.set_yticks(range(len(rows)), [FOUR[name] for name in rows])
+    mark_ours(axes)
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set(xlabel="ms of kernels per step; all but the first are compiled")
+
+
+lab.draw(steps, "What the GPU runs during one step", four_in_words, four_bars)
+
+# %%
+
+# Reading
+of_linear, of_between = (
+    step(f"{kind}, ms", "Kernel Book") for kind in ("linear layers", "between")
+)
+scores_flops = 7 * n_layers * BATCH * CONTEXT**2 * SIZES["large"].d_model
+linear_flops = step_flops(SIZES["large"], BATCH, CONTEXT) - scores_flops
+our_share = layer.share("Kernel Book")
+lost = n_layers * layer_ms("Kernel Book") * (1 - our_share)  # milliseconds above the limit
+linear_percent = 100 * 1e3 * linear_flops / of_linear / of_matmul
+lab.together(
+    lab.read(
+        f"**With our operators {of_linear:.0f} of {our_busy:.0f} ms go to the linear layers, whose "
+        f"matmuls run at {linear_percent:.0f} % of the speed of a large one.** At that speed "
+        f"they would take only {of_linear * (1 - linear_percent / 100):.0f} ms less."
+    ),
+    lab.read(
+        f"What keeps the book's bar at the top at {100 * our_share:.0f} "
+        f"{'is mostly' if of_between > lost / 2 else 'is partly'} the {of_between:.0f} ms between "
+        "the matmuls: layer norm, dropout, GELU, additions and casts, which move bytes and do "
+        "hardly any FLOPs. With the formula this colour also holds most of what is done to the "
+        "table."
     ),
 )
 
@@ -3396,6 +3485,7 @@ of_heads = lab.measure("Attention of 2.7B by the size of its heads", heads_of_80
 # %%
 
 
+# Drawing
 def model_name(size, context):
     """What the page calls a model: the context is 1,024 unless its name says another."""
     return size if context == CONTEXT else f"{size} at {context:,}"
@@ -3420,23 +3510,43 @@ def ratio(rows, theirs, own):
 
 race, without, graphs = raced(), list(GRAPHS), list(GRAPHS.values())
 race = {model: rows for model, rows in race.items() if {*without, *graphs} <= {*rows}}
-lab.table(
-    [
-        {"model": model}
-        | {
-            f"{label}, {how}": spread(rows[name], digits=digits)
+
+
+def races_in_words(_):
+    return "Milliseconds of a compiled step, launched by the host and as a graph. " + "; ".join(
+        f"{model}: "
+        + ", ".join(
+            f"{label} {shown(rows[launched]['step p50, ms'])} and "
+            f"{shown(rows[GRAPHS[launched]]['step p50, ms'])}"
             for label, launched in zip(("SDPA", "ours"), without, strict=True)
-            for how, name, digits in (
-                ("launched", launched, 0),
-                ("graph", GRAPHS[launched], 1),
-            )
-        }
+        )
         for model, rows in race.items()
-    ],
-    "Milliseconds per compiled step, launched by the host and as a graph: medians, with their "
-    "middle 60 %. Two times differ if their medians are at least 1 % apart and these ranges do not "
-    "overlap",
-)
+    )
+
+
+def race_dots(axes, _):
+    axes.figure.set_size_inches(5.4, 4.2)
+    axes.grid(visible=False)
+    inks, ends = (lab.colour("copy"), lab.colour("Kernel Book")), [100]
+    for place, rows in enumerate(race.values()):
+        unit = (rows[graphs[0]]["step p50, ms"] or nan) / 100  # the graph with SDPA is 100
+        for shift, launched, ink in zip((-0.2, 0.2), without, inks, strict=True):
+            times = [rows[name]["step p50, ms"] for name in (launched, GRAPHS[launched])]
+            if None not in times and unit == unit:
+                two_dots(axes, place + shift, *times, ink, unit)
+                ends.append(max(times) / unit)
+    axes.set_yticks(range(len(race)), list(race))
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(race) - 0.45, -0.55)
+    axes.set_xlim(35, 1.13 * max(ends))
+    axes.set(xlabel="100 is the graph with SDPA; the numbers are ms")
+    name_dots(axes, inks[0])
+    for label, ink in zip(("SDPA", "all ours"), inks, strict=True):
+        axes.plot([], [], color=ink, linewidth=3, label=label)
+
+
+lab.draw(more, "Compiled steps of five models", races_in_words, race_dots)
+
 # %%
 
 
@@ -3621,56 +3731,82 @@ slower_by = []  # of the numbers that the table shows
 for model in waiting:
     theirs, own = (round(race[model][name]["step p50, ms"]) for name in without)
     slower_by.append(100 * (own / theirs - 1))
-lab.read(
-    (
-        "**Launched by the host, steps with our operators take "
-        + " to ".join(
-            dict.fromkeys(f"{end(slower_by):.0f}" for end in (min, max) if slower_by)
-        )
-        + f" % longer than with SDPA in {listed(waiting)}.** "
-        if waiting
-        else ""
-    )
-    + (
-        f"In {listed(no_gain)} the GPU sets the pace, so a graph gains nothing. "
-        + (
-            "By the rule above it loses with "
-            + listed(
-                f"{whose} in {model} ({percent:.0f} %)"
-                for (whose, model), percent in by_graph_slower.items()
-            )
-            + "; we did not look for the reason. "
-            if by_graph_slower
+of_sdpa = {model: ratio(rows, without[0], graphs[0]) for model, rows in race.items()}
+at_short = [value for model, value in of_sdpa.items() if model in SIZES]
+lab.together(
+    lab.read(
+        (
+            "**The larger the model, the less it waits for the host.** "
+            if at_short and at_short == sorted(at_short, reverse=True)
             else ""
         )
-        if no_gain
-        else ""
-    )
-    + (f"Not measured: {'; '.join(failed)}." if failed else "")
-    + ("" if race else f"{nan}")
+        + (
+            f"With SDPA, a graph makes medium {of_sdpa['medium']:.1f} times as fast, xl only "
+            f"{of_sdpa['xl']:.2f} times. "
+            if {"medium", "xl"} <= {*of_sdpa}
+            else ""
+        )
+        + (
+            f"In {listed(no_gain)} the GPU sets the pace, so a graph gains nothing. "
+            if no_gain
+            else ""
+        )
+        + (f"Not measured: {'; '.join(failed)}." if failed else "")
+        + ("" if race else f"{nan}")
+    ),
+    lab.read(
+        (
+            "Launched by the host, steps with our operators take "
+            + " to ".join(
+                dict.fromkeys(f"{end(slower_by):.0f}" for end in (min, max) if slower_by)
+            )
+            + f" % longer than with SDPA in {listed(waiting)}. "
+            if waiting
+            else ""
+        )
+        + (
+            f"As graphs they take {lead} % less time in {listed(ahead)}"
+            if ahead
+            else "As graphs they win nowhere"
+        )
+        + (f", and lose in {listed(behind)}. " if behind else ". ")
+        + (f"In {listed(level)} the graphs do not differ beyond the scatter." if level else "")
+        + ("" if race else f"{nan}")
+    ),
 )
 
 # %%
 
-# Reading
-lab.read(
-    (
-        f"**As graphs, steps with our operators take {lead} % less time than with SDPA in "
-        f"{listed(ahead)}"
-        if ahead
-        else "**As graphs, steps with our operators win nowhere"
-    )
-    + (f", and lose in {listed(behind)}.** " if behind else ".** ")
-    + (f"In {listed(level)} they do not differ by this rule. " if level else "")
-    + "So find out first whether host or GPU sets the pace of your step."
-    + ("" if race else f"{nan}")
-)
-
-# %%
-
-# Folded: In which kernels do the two graphs differ, and by how much?
+# Folded: How far do these times scatter, and in which kernels do the two graphs differ?
 lab.draw(more, "Where the two graphs differ", kinds_in_words, kind_bars)
 lab.together(
+    lab.table(
+        [
+            {"model": model}
+            | {
+                f"{label}, {how}": spread(rows[name], digits=digits)
+                for label, launched in zip(("SDPA", "ours"), without, strict=True)
+                for how, name, digits in (
+                    ("launched", launched, 0),
+                    ("graph", GRAPHS[launched], 1),
+                )
+            }
+            for model, rows in race.items()
+        ],
+        "Milliseconds per compiled step, launched by the host and as a graph: medians, with their "
+        "middle 60 %. Two times differ if their medians are at least 1 % apart and these ranges do "
+        "not overlap",
+    ),
+    lab.read(
+        "Launching a step can even be faster than a graph. By this rule it is with "
+        + listed(
+            f"{whose} in {model} ({percent:.0f} %)"
+            for (whose, model), percent in by_graph_slower.items()
+        )
+        + "; we did not look for the reason."
+    )
+    if by_graph_slower
+    else None,
     lab.read(
         "Profiles compare the kernels of the two graphs. Between the matmuls, those with our "
         f"operators take {tally('between')}. In attention they take {tally('attention')}."
@@ -3750,8 +3886,8 @@ for dtype in (torch.float32, torch.bfloat16):
     print(f"{dtype}: {weight.item():.4f} after 1,000 updates of -0.001")
 
 # %%
-# **A graph replayed on other data.** Here we capture a sum of four zeros as a graph, then ask the
-# graph to sum four ones.
+# **A graph replayed on other data.** Here we capture a sum of four zeros, then ask the graph to
+# sum four ones.
 
 
 def sums_of_replays():
@@ -3795,15 +3931,15 @@ lab.together(
         "**While attention stores its table, a step under autocast mainly moves bytes.** Without "
         "the table, the kernels of an eager step fall from "
         f"{busy_ms_of('PyTorch'):.0f} ms to {busy_ms_of('SDPA'):.0f} with SDPA and "
-        f"{busy_ms_of('+ dropout'):.0f} with all our operators, and peak memory from "
-        f"{step('peak, GiB', 'PyTorch'):.0f} GiB to {' or '.join(sorted(peaks, reverse=True))}."
+        f"{busy_ms_of('+ dropout'):.0f} with all our operators, and peak memory is halved."
+        if saved_peak > 0.48 * step("peak, GiB", "PyTorch")
+        else "**While attention stores its table, a step under autocast mainly moves bytes.**"
     ),
     lab.read(
         "**A step also pays for its launches**, which timing a layer on the GPU alone does not "
         f"show: compiled, it takes {our_took:.0f} ms with all our operators and {sdpa_took:.0f} "
-        "with SDPA"
-        + (f"; SDPA is faster in {listed(waiting)}. " if waiting else ". ")
-        + "Where the host sets the pace, capture the step as a graph."
+        "with SDPA. So find out first whether host or GPU sets the pace of your step. Where it is "
+        "the host, capture the step as a graph."
     ),
     lab.read(
         (
@@ -3857,7 +3993,8 @@ lab.table(
 # layers of 32 heads. Each parameter takes 16 bytes: itself, its gradient and two averages. What is
 # the longest context, a power of two, at which it trains in 140 GB with a batch of 4? Count as
 # above for float32; for autocast, where a layer keeps
-# :math:`22 N d + 4 N f + 6 B H T^2 + 8 d^2 + 4 d f` bytes; and for autocast without the table.
+# :math:`22 N d + 4 N f + 6 B H T^2 + 8 d^2 + 4 d f` bytes, the last two terms for its weights in
+# bfloat16; and for autocast without the table.
 
 # %%
 

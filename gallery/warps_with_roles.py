@@ -7,13 +7,13 @@ Hopper GPU, dedicated units carry out the loads and the matmuls, and a warp spen
 waiting for one or the other. *What does a kernel gain if some warps only load and the others only
 multiply, and what can go wrong between them?*
 
-A plain matmul gains nothing from roles, because the tensor cores are already busy in every step of
-the best loop without them (third bar). That loop is even slightly faster than the one with roles,
-as the decimals below show, and Triton's ``tl.dot`` matches it.
+FlashAttention-3 is built on such roles, so one might expect them to speed up a matmul, too. Ours
+gains nothing from them, because the best loop without roles (third bar) already keeps the tensor
+cores busy from one step to the next. Triton's ``tl.dot`` matches that loop.
 
-Roles are made for loops that also compute: in attention, one group of warps can compute a softmax
-while the tensor cores multiply for another. The next chapter measures whether this pays. Here we
-make a matmul fast without roles, add them, and break them on purpose.
+In attention, one group of warps can compute a softmax while the tensor cores multiply for another.
+The next chapter measures whether this pays. Here we make a matmul fast without roles, add them, and
+break them on purpose.
 
 You will learn
 
@@ -29,7 +29,7 @@ see a recorded run, because Triton's :term:`interpreter` does not support Gluon;
 models run afresh.
 """
 
-# sphinx_gallery_thumbnail_number = 3
+# sphinx_gallery_thumbnail_number = 4
 import inspect
 import json
 import os
@@ -78,27 +78,77 @@ lab.start("warps_with_roles", "kernelbook.ops.hopper.parts", here=HOPPER)
 # Tensor cores (:term:`matrix units <matrix unit>`) stay busy only if each tile arrives before they
 # need it. Our example multiplies two square matrices, ``c = a @ b``, in bfloat16. One
 # :term:`program` computes a 128 × 256 tile of ``c``, and each step of its loop takes 64 columns of
-# ``a`` and 64 rows of ``b``.
+# ``a`` and 64 rows of ``b``:
+
+
+# Drawing
+BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
+
+
+def drawn_tiles(axes):
+    high, wide = BLOCK_M / BLOCK_K, BLOCK_N / BLOCK_K  # in units of a step
+    steps, now, gap = 4, 2, 0.35
+    top = high + gap + steps
+
+    def word(x, y, text, ink="#1f2328", align="center"):
+        look = {"ha": align, "va": "center", "fontsize": 10, "color": ink}
+        axes.text(x, y, text, **look)
+
+    def box(x, y, width, height, fill):
+        look = {"facecolor": fill, "edgecolor": "#59636e"}
+        axes.add_patch(Rectangle((x, y), width, height, **look))
+
+    for step in range(steps):
+        fill = "#eaf2fb" if step < now else "#fff4e5" if step == now else "#ffffff"
+        left, low = step - steps - gap, top - 1 - step
+        box(left, 0, 1, high, fill)
+        box(0, low, wide, 1, fill)
+        word(left + 0.5, high / 2, f"{step}")
+        word(wide / 2, low + 0.5, f"{step}")
+    box(0, 0, wide, high, "#f6f8fa")
+    word(wide / 2, high / 2 + 0.3, "tile of c")
+    word(wide / 2, high / 2 - 0.3, f"{BLOCK_M} × {BLOCK_N}")
+    word(-gap - steps / 2, high + 0.4, f"{BLOCK_M} rows of a", "#59636e")
+    word(-gap - steps / 2, -0.4, f"{BLOCK_K} columns per step", "#59636e")
+    word(wide / 2, top + 0.4, f"{BLOCK_N} columns of b", "#59636e")
+    word(wide + 0.2, top - now - 0.5, f"{BLOCK_K} rows per step", "#59636e", "left")
+    for line, text in enumerate(("blue: read", "orange: this step", "white: to come")):
+        word(-gap - steps, top - 0.5 - 0.6 * line, text, "#59636e", "left")
+    axes.set(xlim=(-steps - gap - 1.5, wide + 4.6), aspect="equal")
+    axes.set_ylim(-0.7, top + 0.7)
+    axes.axis("off")
+
+
+lab.sketch(
+    "One step of a program",
+    f"A tile of c, left of it the {BLOCK_M} rows of a and above it the {BLOCK_N} columns of b that "
+    f"it needs, cut into steps of {BLOCK_K}. One step takes one piece of each.",
+    drawn_tiles,
+    height=3.1,
+)
 
 # %%
 
 # Reading
-BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
-
 step_flops = 2 * BLOCK_M * BLOCK_N * BLOCK_K
 step_bytes = 2 * BLOCK_K * (BLOCK_M + BLOCK_N)
 flops_per_cycle = 4096  # of the tensor cores of an SM
 step_cycles = step_flops / flops_per_cycle
+H200 = {"SMs": 132, "GHz": 1.98, "TB/s": 4.8}  # its highest clock, and the speed of its memory
+needed = step_bytes / step_cycles * H200["SMs"] * H200["GHz"] / 1000  # TB/s
+assert needed > 2 * H200["TB/s"]
 lab.read(
     f"The tensor cores of a Hopper SM execute at most {flops_per_cycle:,} FLOP per cycle in "
     f"bfloat16, so the {step_flops / 1e6:.1f} MFLOP of a step keep them busy for "
-    f"{step_cycles:,.0f} cycles. The {step_bytes / 1024:.0f} KiB of the next step must arrive in "
-    "that time, or the tensor cores wait."
+    f"{step_cycles:,.0f} cycles. No step can be shorter. The {step_bytes / 1024:.0f} KiB of the "
+    "next step must arrive in that time, or the tensor cores wait. At its highest clock, the "
+    f"{H200['SMs']} SMs of an H200 would need {needed:.1f} TB/s, but its memory delivers at most "
+    f"{H200['TB/s']}, so programs that run at the same time must share tiles through the L2 cache."
 )
 
 # %%
-# The bars above form a ladder of four rungs. On every rung the copy engine loads the tiles and the
-# warps wait for it at a barrier, so we begin with these two.
+# The bars at the top of the page form a ladder of four rungs. On every rung the copy engine loads
+# the tiles and the warps wait for it at a barrier, so we begin with these two.
 #
 # A copy engine that loads tiles
 # ------------------------------
@@ -136,10 +186,8 @@ def copy_kernel(x_desc, y_desc):
 #   argument 0.
 # - **Store.** ``tma_store`` asks the engine to copy the tile to ``y``. ``store_wait(0)`` holds the
 #   threads until no store is still reading shared memory; ``y`` itself is complete when the kernel
-#   ends.
-#
-# The names ``tma_load`` and ``tma_store`` are ours, because Gluon's names (in the comments) differ
-# between versions.
+#   ends. (``tma_load`` and ``tma_store`` are our names, because Gluon's, in the comments, differ
+#   between versions.)
 #
 # A barrier that counts in phases
 # -------------------------------
@@ -500,7 +548,7 @@ def turns():
 
 # Drawing
 def drawn_flight(axes):
-    long, ask, end = 3.0, 1.0, 12.0
+    load, long, ask, end = 2.7, 3.0, 1.0, 12.0
     shades = {"waits": "#d1d9e0", "works": "#eaf2fb", "asks": lab.colour("PyTorch")}
 
     def bar(lane, begin, until, text, shade):
@@ -512,7 +560,19 @@ def drawn_flight(axes):
         look = {"ha": "center", "va": "center", "fontsize": 9 if "\n" in text else 10}
         axes.text(middle, lane, text, color=ink, linespacing=1.0, **look)
 
-    for lane, in_flight in ((0, 0), (2, 1)):
+    now = 0.0
+    for i in range(3):  # rung 1: nothing overlaps
+        bar(0, now, now + long, f"wait for\nmatmul {i}", "waits")
+        bar(1, now, now + long, f"matmul {i}", "works")
+        bar(0, now + long, now + long + ask, "ask", "asks")
+        now += long + ask
+        if now < end:
+            text = f"wait for\ntiles {i + 1}" if now + load < end else ""  # cut: no room
+            bar(0, now, now + load, text, "waits")
+        now += load
+        if now > end:
+            break
+    for lane, in_flight in ((2.3, 0), (4.6, 1)):
         now = issued = free = 0.0
         ends = []  # when each matmul has ended
         for i in range(5):
@@ -529,28 +589,24 @@ def drawn_flight(axes):
             if now < end:
                 bar(lane, now, now + ask, "ask", "asks")
             now += ask
-    names = ("rung 2: warps", "tensor cores", "rung 3: warps", "tensor cores")
-    axes.set_yticks(range(4), names)
+    names = [f"rung {n}: warps" for n in (1, 2, 3)]
+    axes.set_yticks([0, 2.3, 4.6, 1, 3.3, 5.6], [*names, *["tensor cores"] * 3])
+    axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
-    axes.set(
-        xticks=[], xlabel="time, not to scale, without the barriers", xlim=(0, end)
-    )
+    axes.set(xticks=[], xlabel="time, not to scale", xlim=(0, end))
     axes.grid(False)
 
 
 lab.sketch(
-    "What the tensor cores do while the warps ask for tiles",
-    "Lanes over time. In rung 2 the tensor cores are idle while the warps ask for tiles; in rung "
-    "3 they go from one matmul to the next.",
+    "When the tensor cores are idle, rung by rung",
+    "Lanes over time. In rung 1 the tensor cores are idle while the warps ask for tiles and wait "
+    "for them; in rung 2 only while they ask; in rung 3 they go from one matmul to the next.",
     drawn_flight,
-    height=2.8,
+    height=4.0,
 )
 
 # %%
-# All three rungs share this loop; before it, the kernel asks for the tiles of the first ``STAGES``
-# steps. ``IN_FLIGHT`` is 1 in rung 3 and otherwise 0. The wait takes the accumulators as ``deps``
-# and hands them back, so that the compiler lets nothing read them earlier. Our ``fetch`` announces
-# a step's tiles and asks for them if its last argument, here ``some``, is true.
+# All three rungs share this loop. The tiles of the first ``STAGES`` steps were asked for before it:
 #
 # .. literalinclude:: warps_with_roles.py
 #    :language: python
@@ -558,9 +614,14 @@ lab.sketch(
 #    :lines: 23-24,26,28-29,32-35
 #    :dedent:
 #
-# In rung 3, for example, step 5 refills the slot of step 4 with the tiles of step 7. One barrier
-# per slot is enough, because the warps that read a slot also refill it: Triton makes all eight meet
-# before one thread asks.
+# - **Matmul.** ``IN_FLIGHT`` is 1 in rung 3 and otherwise 0. The wait takes the accumulators as
+#   ``deps`` and hands them back, so that the compiler lets nothing read them earlier.
+# - **Refill.** Our ``fetch`` announces the tiles of step ``after`` and asks for them, unless there
+#   is no such step (``some`` is false). In rung 3, for example, step 5 refills the slot of step 4
+#   with the tiles of step 7.
+#
+# One barrier per slot is enough, because the warps that read a slot also refill it: Triton makes
+# all eight meet before one thread asks.
 
 
 # Whole: the loop of rungs 1 to 3
@@ -792,8 +853,8 @@ lab.table(
 # has been read, nor read again before it has been refilled.
 #
 # Written as Python generators, both roles run without a GPU. Each ``yield`` names a barrier and the
-# parity for which the role waits, and a scheduler (``play``, folded below) resumes the role when
-# the barrier lets it pass. Both run to their end.
+# parity for which the role waits, and a scheduler resumes the role when the barrier lets it pass.
+# Both run to their end.
 
 
 def loader(full, empty, n, slots):
@@ -815,7 +876,7 @@ def consumer(full, empty, n, slots):
 
 # Measuring
 def play(n, slots, loads=loader, consumers=(consumer,), expected=1):
-    """Let the roles run as far as they come: for what each waits then, and None where it ended."""
+    """Run the roles until none can go on. Return where each then waits, or None if it ended."""
     full = [Barrier(1) for _ in range(slots)]
     empty = [Barrier(expected) for _ in range(slots)]
     roles = [role(full, empty, n, slots) for role in (loads, *consumers)]
@@ -853,6 +914,11 @@ assert play(6, 2, consumers=(consumer, consumer), expected=2) == [None] * 3
 assert all(play(6, 2, consumers=(consumer, consumer), expected=1))  # all wait for ever
 
 # %%
+
+# Folded: The scheduler, play
+lab.source(play)
+
+# %%
 # The smallest matmul with roles
 # ------------------------------
 #
@@ -886,7 +952,7 @@ assert all(play(6, 2, consumers=(consumer, consumer), expected=1))  # all wait f
 # %%
 
 
-# Folded: The layout: its numbers, and which thread holds which sum
+# Folded: The layout: its numbers, and which thread holds which accumulator
 nan = float("nan")
 instructions = lab.measure("Instructions of the kernels", emitted)
 of = {row["kernel"]: row for row in instructions.rows}
@@ -971,8 +1037,8 @@ def tried_here():
     """What is known of the small matmul: that it is right, where a GPU can run it."""
     if not HOPPER:
         return (
-            "The package's test compares this matmul with float64 and has passed on an H200; we "
-            "have not timed it."
+            "This matmul has passed the package's test against float64 on an H200. It is meant to "
+            "be read; the next section makes it fast."
         )
     left, right = torch.randn(2, 640, 640, device=runtime.DEVICE, dtype=torch.bfloat16)
     exact = left.double() @ right.double()
@@ -1032,16 +1098,62 @@ lab.together(
 #
 # Rung 4 keeps the tiles of the rungs before it. It needs two consumers, because each thread of a
 # single one would hold 256 accumulators, and a thread has at most 255 :term:`registers <register>`.
-# Two things are new:
+# Two things are new.
 #
-# - **Two consumers release a slot.** It is empty when both have read it, so its barrier counts two:
-#   ``mbarrier.init(empty.index(s), count=2)``. With a count of one, the loader may refill a slot
-#   that one consumer is still reading. Or both consumers arrive before the loader looks, and the
-#   parity, after two phases, is the old one: in our model all three roles then wait for ever.
-# - **Registers change hands.** The loader needs hardly any, so it gives most of its share away:
-#   3 × 168 = 240 + 240 + 24. The share of 168 per thread is the SM's 65,536 registers / (3 × 128
-#   threads), rounded down to a multiple of 8. The loader's single warp counts as 128 threads here,
-#   because only whole warpgroups can give and take registers.
+# **Two consumers release a slot.** It is empty when both have read it, so its barrier counts two:
+# ``mbarrier.init(empty.index(s), count=2)``. With a count of one, the first arrival would already
+# end the phase, and the loader might refill a slot that the other consumer is still reading. If
+# both arrive before the loader looks, two phases have ended and the parity is the old one: in our
+# model all three roles then wait for ever.
+#
+# **Registers change hands.** The loader needs hardly any, so it gives most of its share to the
+# consumers:
+
+
+# Drawing
+def drawn_registers(axes):
+    share = 65536 // (3 * 128) // 8 * 8  # of a thread, in steps of 8
+    sums = 64 * BLOCK_N // 128  # accumulators of a consumer's thread
+    roles = {"consumer 0": 240, "consumer 1": 240, "loader": 24}
+    assert sum(roles.values()) == 3 * share
+    ink = {"ha": "center", "va": "center", "color": "#1f2328"}
+    for lane, counts in enumerate(([share] * 3, roles.values())):
+        left = 0
+        for name, count in zip(roles, counts, strict=True):
+            fill = "#fff4e5" if name == "loader" else "#ffffff"
+            look = {"edgecolor": "#59636e", "height": 0.56}
+            axes.barh(lane, count, left=left, color=fill, **look)
+            used = 0
+            if name != "loader":
+                used = sums
+                axes.barh(lane, sums, left=left, color="#eaf2fb", **look)
+                axes.text(left + sums / 2, lane, f"{sums} accumulators", fontsize=8.5, **ink)
+            rest = left + (used + count) / 2
+            if used:
+                axes.text(rest, lane, f"{count - used}", fontsize=9, **ink)
+            narrow = count < 100  # its name ends with it
+            look = ink | {"ha": "right" if narrow else "left", "fontsize": 10}
+            at = left + count if narrow else left + 2
+            axes.text(at, lane - 0.46, f"{name}: {count}", **look)
+            left += count
+    axes.set_yticks([0, 1], ["equal shares", "with roles"])
+    axes.tick_params(axis="y", length=0)
+    axes.set(xticks=[], xlabel="registers per thread", xlim=(0, 3 * share))
+    axes.set_ylim(1.4, -0.75)
+    axes.grid(False)
+
+
+lab.sketch(
+    "Who holds the registers of the SM",
+    "Two rows of bars. In equal shares each warpgroup has 168 registers per thread; with roles, "
+    "the consumers have 240 each and the loader 24. A consumer's accumulators take 128.",
+    drawn_registers,
+    height=2.3,
+)
+
+# %%
+# Only whole :term:`warpgroups <warpgroup>` can give and take registers, so the loader's single warp
+# counts as four here.
 #
 # In the launch of the roles, ``[4, 1]`` and ``[240, 24]`` name the warps and registers of the added
 # roles, consumer 1 and the loader. Consumer 0 gets the rest:
@@ -1452,35 +1564,6 @@ like_dot = all(
 )
 below_loop = all(at_size("roles", n) < at_size("one in flight", n) for n in SIZES)
 assert not climbed.rows or (below_loop and like_dot)  # as the introduction says
-dot_apart = max(
-    abs(at_size("tl.dot", n) / at_size("one in flight", n) - 1) for n in SIZES
-)
-lab.together(
-    lab.read(
-        "Most of the gain comes from loading ahead, and the rest from the matmul in flight. (At "
-        f"size {SIZES[-1]:,}, cuBLAS reaches {sizes_of[SIZES[-1]]:.0f} TFLOP/s.)"
-    )
-    if by_ring
-    else None,
-    lab.read(
-        f"`tl.dot` differs from rung 3 by at most {100 * dot_apart:.1f} %, so a plain matmul needs "
-        "neither roles nor Gluon."
-        if like_dot
-        else f"`tl.dot` reaches {of_cublas('tl.dot', 8192):.0f} % of cuBLAS at size 8,192."
-    ),
-    lab.read("We do not know why rung 4 is slightly slower.") if below_loop else None,
-)
-
-# %%
-
-
-# Folded: Whether rung 4's loss is real, and where it may arise
-def spread_of(name, n):
-    """The 20th and 80th percentile of a kernel's milliseconds."""
-    row = climbed.at(provider=name, n=n).iloc[0]
-    return row["p20"], row["p80"]
-
-
 sm_count = climbed.provenance["sm_count"] if climbed.rows else nan
 
 
@@ -1506,6 +1589,44 @@ def lost_per_program():
 
 
 lost = lost_per_program()
+dot_apart = max(
+    abs(at_size("tl.dot", n) / at_size("one in flight", n) - 1) for n in SIZES
+)
+lab.together(
+    lab.read(
+        "Most of the gain comes from loading ahead, and the rest from the matmul in flight. (At "
+        f"size {SIZES[-1]:,}, cuBLAS reaches {sizes_of[SIZES[-1]]:.0f} TFLOP/s.)"
+    )
+    if by_ring
+    else None,
+    lab.read(
+        f"`tl.dot` differs from rung 3 by at most {100 * dot_apart:.1f} %, so a plain matmul needs "
+        "neither roles nor Gluon."
+        if like_dot
+        else f"`tl.dot` reaches {of_cublas('tl.dot', 8192):.0f} % of cuBLAS at size 8,192."
+    ),
+    lab.read(
+        "Rung 4 loses "
+        f"{min(lost):.1f} to {max(lost):.1f} µs with each program, whether the program takes "
+        f"{SIZES[0] // BLOCK_K} steps or {SIZES[-1] // BLOCK_K}. It may therefore lose them at a "
+        "program's start or end; nothing here isolates the cause."
+        if lost
+        else "We do not know why rung 4 is slightly slower."
+    )
+    if below_loop
+    else None,
+)
+
+# %%
+
+
+# Folded: Whether rung 4's loss is real, and how it was divided
+def spread_of(name, n):
+    """The 20th and 80th percentile of a kernel's milliseconds."""
+    row = climbed.at(provider=name, n=n).iloc[0]
+    return row["p20"], row["p80"]
+
+
 apart = climbed.rows and all(
     spread_of("one in flight", n)[1] < spread_of("roles", n)[0] for n in SIZES
 )
@@ -1518,10 +1639,7 @@ lab.together(
     lab.read(
         "An SM runs its programs one after another: at the three sizes, up to "
         f"{', '.join(f'{rounds_of(n):.0f}' for n in SIZES[:-1])} and {rounds_of(SIZES[-1]):.0f}. "
-        f"Divided among them, the loss is {min(lost):.1f} to {max(lost):.1f} µs per program, "
-        f"although a program takes {SIZES[0] // BLOCK_K} steps at the smallest size and "
-        f"{SIZES[-1] // BLOCK_K} at the largest. It may therefore arise at a program's start or "
-        "end; nothing here isolates its cause."
+        "We divide the time that rung 4 takes longer by this number."
     )
     if lost
     else None,
@@ -1682,8 +1800,8 @@ lengths = {
 }
 late = [n for found in lengths.values() for n in found if n > 1.5 * step_cycles]
 lab.read(
-    "From rung 3 on, the tensor cores are not idle: with roles or without, a step takes only as "
-    "long as its matmul (dashed)."
+    f"From rung 3 on, the tensor cores are not idle: with roles or without, a step takes "
+    f"{round(ahead):,} cycles, which is the time of its matmul (dashed)."
     + (" In these steps, rung 4 loses nothing." if below_loop and not late else "")
     if least_step and round(ahead) == round(in_roles)
     else f"In rung 3 a step takes {ahead:,.0f} cycles, and with roles up to {in_roles:,.0f}; the "
@@ -1703,29 +1821,43 @@ BARS = {
 
 
 def bars_of(rows):
-    """What a bar stands for: its name, and the cycles of waiting, of asking, and of the step."""
+    """What a bar stands for: its name, the cycles of each of SHADES, and those of the step."""
     for name, lanes in BARS.items():
         found = [spent(rows, *lane) for lane in lanes]
-        waits = sum(parts[label] for parts, _ in found for label in BOTH)
-        asks = sum(parts["asks for tiles"] for parts, _ in found)
-        step = sum(step for _, step in found)
-        yield name, *(total / len(lanes) for total in (waits, asks, step))
+        parts = {what: sum(own[what] for own, _ in found) / len(lanes) for what in SHADES}
+        yield name, parts, sum(step for _, step in found) / len(lanes)
+
+
+LOOKS = {  # in this order a bar of rung 2 begins with its matmul
+    "waits for a matmul": ("#eaf2fb", "wait for", "matmul", "#1f2328"),
+    "asks for tiles": (lab.colour("PyTorch"), "", "ask", "#ffffff"),
+    "waits at a barrier": ("#d1d9e0", "wait at", "barrier", "#1f2328"),
+}
 
 
 def drawn_step(axes, rows):
-    grey, orange = SHADES["waits at a barrier"], SHADES["asks for tiles"]
-    for at, (_, waits, asks, step) in enumerate(bars_of(rows)):
-        axes.barh(at, waits, 0.66, color=grey)
-        axes.barh(at, asks, 0.66, waits, color=orange)
+    for at, (_, parts, step) in enumerate(bars_of(rows)):
+        left = 0
+        for what, (fill, before, word, ink) in LOOKS.items():
+            width = parts[what]
+            axes.barh(at, width, 0.66, left, color=fill)
+            look = {"ha": "center", "va": "center", "fontsize": 9, "color": ink}
+            if width > 170:
+                gap = " " if width > 400 else "\n"
+                text = f"{before}{gap}{word}" if before and width > 250 else word
+                axes.text(left + width / 2, at, text, **look)
+            left += width
         axes.barh(at, step, 0.66, fill=False, edgecolor="#59636e", linewidth=0.8)
-        look = {"va": "center", "fontsize": 10}
-        axes.text(waits / 2, at, "wait", ha="center", **look)
-        if asks > 150:
-            axes.text(waits + asks / 2, at, "ask", ha="center", color="#ffffff", **look)
-        axes.text(step + 25, at, f"{step:,.0f}", **look)
+        if step > 1.02 * step_cycles:
+            look = {"arrowstyle": "<->", "color": "#59636e", "shrinkA": 0, "shrinkB": 0}
+            ends = ((step_cycles, at - 0.5), (step, at - 0.5))
+            axes.annotate("", *ends, arrowprops=look)
+            look = {"va": "center", "fontsize": 10, "color": "#1f2328"}
+            axes.text(step_cycles + 20, at - 0.76, "tensor cores idle", **look)
+        axes.text(step + 25, at, f"{step:,.0f}", va="center", fontsize=10)
     axes.axvline(step_cycles, color="#1f2328", linestyle="--", linewidth=1.2)
     axes.set_yticks(range(len(BARS)), list(BARS))
-    axes.invert_yaxis()
+    axes.set_ylim(len(BARS) - 0.5, -1)
     axes.grid(visible=False)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.set(
@@ -1737,9 +1869,11 @@ def drawn_step(axes, rows):
 
 def said_of_step(rows):
     found = (
-        f"{name}: {step:,.0f} cycles, of which {waits:,.0f} waiting and {asks:,.0f} asking for "
-        "tiles"
-        for name, waits, asks, step in bars_of(rows)
+        f"{name}: {step:,.0f} cycles, of which "
+        f"{parts['waits for a matmul']:,.0f} waiting for a matmul, "
+        f"{parts['waits at a barrier']:,.0f} at a barrier and {parts['asks for tiles']:,.0f} "
+        "asking for tiles"
+        for name, parts, step in bars_of(rows)
     )
     return f"Bars of cycles. {'; '.join(found)}."
 
@@ -1754,17 +1888,48 @@ lab.draw(
 # %%
 
 # Reading
+counted = {(row["n"], row["kernel"]): row for row in whole.rows}
+slower = bare / ahead
+longer = at_size("one in flight", 4096) / at_size("ring", 4096)
+
+
+def measured(name, column, n=4096):
+    return counted[n, name][column] if counted else nan
+
+
+def busy(name, n):
+    """For how much of a whole matmul's cycles the tensor cores are busy, in percent."""
+    at_best = 2 * n**3 / flops_per_cycle / sm_count / 1e3  # thousand cycles
+    return 100 * at_best / measured(name, "cycles, thousands", n)
+
+
+in_loop = measured("one in flight", "cycles, thousands")
+in_cycles = measured("ring", "cycles, thousands") / in_loop
+faster = measured("ring", "clock, MHz") / measured("one in flight", "clock, MHz")
+rounds = rounds_of(4096) if climbed.rows else nan
+noted, noted_of_loop = (rounds * (4096 // BLOCK_K) * n / 1e3 for n in (bare, ahead))
+expected = (noted + in_loop - noted_of_loop) / in_loop  # starts and ends are the loop's
+more = 1e3 * in_loop * (in_cycles - 1) / (rounds * (4096 // BLOCK_K))  # cycles per step
+exaggerated = expected > in_cycles + SCATTER
 lab.together(
     lab.read(
-        "In rung 2 the tensor cores are idle while the warps ask for tiles (orange, "
-        f"{part(RING, 'asks for tiles'):.0f} cycles) and pass the barrier of the next tile "
-        f"({part(RING, 'waits at a barrier'):.0f} of the grey)."
-        if abs(own_matmul / step_cycles - 1) < 0.02
-        else f"A step of rung 2 takes {bare:,.0f} cycles."
+        (
+            f"In rung 2 the tensor cores are idle for {bare - ahead:,.0f} cycles, while the warps "
+            "ask for tiles and pass the barrier of the next tile. "
+            if abs(own_matmul / step_cycles - 1) < 0.02
+            else f"A step of rung 2 takes {bare:,.0f} cycles. "
+        )
+        + (
+            "Reading the clock may lengthen this time, because whole matmuls that do not read it "
+            f"lose only about {more:,.0f} cycles per step to rung 3."
+            if exaggerated
+            else f"Its step is {slower:.2f} times as long as rung 3's, but its whole matmul takes "
+            f"only {longer:.2f} times as long. This run does not show why."
+        )
     ),
     lab.read(
-        "In rung 3 asking costs nothing, because the next matmul is already running. The loader of "
-        "rung 4 has nothing left to save."
+        "In rungs 3 and 4, neither asking for tiles nor waiting at a barrier costs anything, "
+        "because the next matmul is already running. The loader has nothing left to save."
         if least_step
         else "In rung 3 the warps ask while the next matmul is running, for "
         f"{share(LOOP, 'asks for tiles'):.0f} % of the step; in rung 4 the loader asks."
@@ -1775,42 +1940,28 @@ lab.together(
     )
     if least_step
     else None,
+    lab.read(
+        "**Can a matmul be faster still?** In the steps above the tensor cores never pause, but "
+        f"over the whole matmul of size {SIZES[-1]:,} rung 3 keeps them busy for "
+        f"{busy('one in flight', SIZES[-1]):.0f} % of the cycles (cuBLAS: "
+        f"{busy('matmul', SIZES[-1]):.0f} %). The rest may go to the starts and ends of programs. "
+        "Nor did the clock run at its highest: it was "
+        f"{measured('one in flight', 'clock, MHz', SIZES[-1]):,} of "
+        f"{climbed.provenance['clocks']['max_sm_mhz']:,} MHz."
+    )
+    if counted and least_step
+    else None,
 )
 
 # %%
-
-# Reading
-counted = {(row["n"], row["kernel"]): row for row in whole.rows}
-slower = bare / ahead
-longer = at_size("one in flight", 4096) / at_size("ring", 4096)
-
-
-def measured(name, column, n=4096):
-    return counted[n, name][column] if counted else nan
-
-
-in_loop = measured("one in flight", "cycles, thousands")
-in_cycles = measured("ring", "cycles, thousands") / in_loop
-faster = measured("ring", "clock, MHz") / measured("one in flight", "clock, MHz")
-rounds = rounds_of(4096) if climbed.rows else nan
-noted, noted_of_loop = (rounds * (4096 // BLOCK_K) * n / 1e3 for n in (bare, ahead))
-expected = (noted + in_loop - noted_of_loop) / in_loop  # starts and ends are the loop's
-more = 1e3 * in_loop * (in_cycles - 1) / (rounds * (4096 // BLOCK_K))  # cycles per step
-lab.read(
-    "The trace exaggerates what rung 2 loses. Its step is "
-    f"{bare - ahead:,.0f} cycles longer than rung 3's here, but whole matmuls without a trace say "
-    f"about {more:,.0f} (counted in the fold below). Reading the clock, which in rung 2 no matmul "
-    "hides, may add the rest."
-    if expected > in_cycles + SCATTER
-    else f"Rung 2's step is {slower:.2f} times as long as rung 3's, but its whole matmul takes "
-    f"only {longer:.2f} times as long. This run does not show why."
-)
-
-# %%
-# Roles are made for loops that also compute. In rung 3 all eight warps meet in every step, so in
-# attention they would reach the softmax at about the same time, and only a matmul already in flight
-# could hide it. Two consumers need not meet: one can compute its softmax while the tensor cores
-# multiply for the other. Whether they do so by themselves is a question of the next chapter.
+# **Where roles may pay.** Each of our programs computes one tile. In a :term:`persistent` kernel, a
+# program computes several, and the loader could already load for the next tile of ``c`` while the
+# consumers store this one.
+#
+# The next chapter tests another loop, which computes between its matmuls. In rung 3 all eight warps
+# meet in every step, so in attention they would reach the softmax at about the same time. Two
+# consumers need not meet: one can compute its softmax while the tensor cores multiply for the
+# other. Will they do so by themselves?
 
 # %%
 
@@ -1880,12 +2031,6 @@ def drawn_trace(axes, rows):
 
 
 asks = {lane: part(lane, "asks for tiles") for lane in (LOOP, ROLES[0])}
-
-
-def busy(name, n):
-    """For how much of a whole matmul's cycles the tensor cores are busy, in percent."""
-    at_best = 2 * n**3 / flops_per_cycle / sm_count / 1e3  # thousand cycles
-    return 100 * at_best / measured(name, "cycles, thousands", n)
 
 
 least_waits = min(share(lane, *BOTH) for lane in ROLES[1:]) // 1
@@ -1972,13 +2117,12 @@ lab.together(
         f"rung 2 should take {expected:.2f} times the cycles of rung 3, if the starts and ends of "
         "its programs take as long as rung 3's."
     )
-    if counted and expected > in_cycles + SCATTER
+    if counted and exaggerated
     else None,
     lab.read(
         f"At {flops_per_cycle:,} FLOP per cycle, the tensor cores are busy for "
         f"{busy('one in flight', 4096):.0f} % of the cycles of rung 3's whole matmul at size "
-        f"4,096, and for {busy('matmul', 4096):.0f} % of those of cuBLAS. At size 8,192 it is "
-        f"{busy('one in flight', 8192):.0f} and {busy('matmul', 8192):.0f} %."
+        f"4,096, and for {busy('matmul', 4096):.0f} % of those of cuBLAS."
     )
     if counted
     else None,
@@ -2029,13 +2173,16 @@ free, taken = (
     100 * overlap(alternated.rows, run) if alternated.rows else nan
     for run in ("free", "in turns")
 )
-first_pause = (
-    alternated.rows[0]["ends, cycles"] - alternated.rows[0]["begins, cycles"]
-    if alternated.rows
-    else nan
-)
+apart_anyway = bool(alternated.rows) and free < 10
 lab.together(
-    lab.draw(
+    lab.read(
+        "Two consumers may fall into step: both multiply, and then both compute while the tensor "
+        "cores are idle. With named barriers, each waits for its turn and then hands it to the "
+        "other, which is called ping-pong. Our ladder does not use it."
+    ),
+    None
+    if apart_anyway
+    else lab.draw(
         alternated,
         "When each consumer has its turn",
         lambda rows: (
@@ -2045,32 +2192,18 @@ lab.together(
         drawn_turns,
     ),
     lab.read(
-        "Two consumers may fall into step: both multiply, and then both compute while the tensor "
-        "cores are idle. With named barriers, each waits for its turn and then hands it to the "
-        "other, which is called ping-pong. Our ladder does not use it."
-    ),
-    lab.read(
-        "In the figure, one pause stands for the matmuls (the bars) and another for the rest (the "
-        "gaps). "
+        "In the code, one pause stands for the matmuls and another for the rest. The two barriers "
+        "are 9 and 10. Before its loop, consumer 1 arrives at the barrier of consumer 0, or both "
+        "would wait for ever. "
         + (
-            "The two barriers, 9 and 10, keep the consumers apart: left alone, consumer 1 "
-            f"multiplies during {free:.0f} % of consumer 0's matmuls, and in turns during "
-            f"{taken:.0f} %. Before its loop, consumer 1 arrives at the barrier of consumer 0, or "
-            "both would wait for ever."
-            if taken < 10 < free
-            else "In this run the consumers alternated even without barriers, so the figure does "
-            "not show what the barriers are for. "
-            + (
-                f"Without them, consumer 0's first pause ended after only {first_pause} cycles, "
-                "and the two stayed apart."
-                if first_pause < 500
-                else ""
-            )
-            if free < 10
-            else f"Left alone, consumer 1 multiplies during {free:.0f} % of consumer 0's matmuls, "
-            f"and in turns during {taken:.0f} %."
+            "In this run the consumers did not fall into step even without barriers, so it cannot "
+            "show what the turns gain, and we draw no figure."
+            if apart_anyway
+            else "The bars of the figure are the matmuls. Left alone, consumer 1 multiplies during "
+            f"{free:.0f} % of consumer 0's matmuls, and in turns during {taken:.0f} %."
         )
     ),
+    lab.source(work_in_turns),
 )
 
 # %%
@@ -2285,17 +2418,27 @@ def listed(names):
 
 
 at_consumer = {name: row["consumer"] for name, row in outcome.items()}
-lab.read(
-    f"{nan} mistakes"
-    if not outcome
-    else f"**Deadlocks.** {spelled(len(hung)).capitalize()} of the {spelled(len(outcome) - 1)} "
-    "mistakes hang. "
-    + (
-        "With parity 0 in line 1, for example, the consumer hangs at tile 2, because the arrival "
-        "of this tile, during the pause for tile 1, ended a phase of parity 1."
-        if at_consumer.get("always waits for parity 0") == "tile 2: waits for full[0]"
-        else ""
+lab.together(
+    lab.read(
+        f"{nan} mistakes"
+        if not outcome
+        else f"**Deadlocks.** {spelled(len(hung)).capitalize()} of the {spelled(len(outcome) - 1)} "
+        "mistakes hang. "
+        + (
+            "In the first two, each role waits for the other: the loader for a slot to be "
+            "released, and the consumer for a tile to arrive."
+            if as_in_the_model()
+            else ""
+        )
+    ),
+    lab.read(
+        "With parity 0 in line 1, the consumer hangs at tile 2 although this tile is there. Its "
+        "arrival, while the consumer paused over tile 1, ended phase 1 of `full[0]`. The consumer "
+        "still asks for parity 0, so only tile 4 would let it pass, and tile 4 cannot come before "
+        "tile 2 has been released."
     )
+    if at_consumer.get("always waits for parity 0") == "tile 2: waits for full[0]"
+    else None,
 )
 
 # %%
@@ -2314,7 +2457,8 @@ lab.read(
     "**A race.** With line 4 before line 2 the sum is wrong, because the loader refills slots that "
     "have been released but not yet read. "
     + (
-        "The first two tiles were never added, and the last two were added twice."
+        "When the consumer reads a slot, the tile of its next use is already there. The first two "
+        "tiles are therefore never added, and the last two, which nothing replaces, twice."
         if early == "221100"
         else f"From the right, {early} says that tiles {added('0')} were never added and tiles "
         f"{added('2')} were added twice."
@@ -2336,8 +2480,9 @@ lab.read(
 # %%
 # How you find such a mistake depends on the symptom:
 #
-# - **It hangs.** Let every role write its progress into pinned host memory, which can be read while
-#   the kernel hangs. The tile and barrier at which each role is stuck point to the mistake.
+# - **It hangs.** Run the kernel in a process of its own, which you can kill. Let every role write
+#   its progress into pinned host memory, which can be read while the kernel hangs. The tile and
+#   barrier at which each role is stuck point to the mistake.
 # - **It is wrong, or right by luck.** Slow each role down in turn with a pause, so that another
 #   gets ahead; here only the consumer was slow.
 # - **It breaks in a later use of a slot.** Test with more than twice as many tiles as slots,
@@ -2350,8 +2495,8 @@ lab.read(
 #   them in step.
 # - A wait names a phase by its parity alone. With a mistake it may never end, which is a deadlock,
 #   or end too early, which is a race.
-# - Roles do not help a plain matmul, because one matmul in flight already keeps the tensor cores
-#   busy. They are made for loops that compute between their matmuls, as in attention.
+# - Roles do not help our matmul, because one matmul in flight already keeps the tensor cores busy.
+#   They may help a loop that computes between its matmuls, as in attention.
 
 # %%
 
