@@ -64,10 +64,9 @@ minutes = LAYERS * both_passes_flops / 600e12 / 60
 lab.read(
     "Why is one GPU not enough for a million tokens? For the backward pass, attention keeps `q`, "
     "`k`, `v` and `out`. With 16 heads of 128 numbers in bfloat16, these take "
-    f"{KEPT * per_token // 1024} KiB per token and layer, which adds up to {million:.0f} GiB over "
-    f"{LAYERS} layers. An H200 has {H200_GIB} GiB. Recomputing these tensors would save memory, "
-    f"but at 600 TFLOP/s one GPU would still spend {minutes:.0f} minutes per training step on the "
-    "attention of these layers."
+    f"{KEPT * per_token // 1024} KiB per token and layer, or {million:.0f} GiB over {LAYERS} "
+    f"layers, and an H200 has {H200_GIB}. Recomputing them would save memory, but at 600 TFLOP/s "
+    f"one GPU would still spend {minutes:.0f} minutes per training step on this attention."
 )
 
 # %%
@@ -114,9 +113,8 @@ lab.listing(
 # After as many steps as there are ranks, every query has met every key. This is *ring attention*,
 # by Liu, Zaharia and Abbeel.
 #
-# Let one process first play all ranks in turn, without a mask: ``travelling[rank]`` holds the keys
-# and values that a rank has now, and ``found[rank]`` its output and lse so far.
-# ``reference.attention``, the formula in PyTorch, returns both:
+# Let one process first play all ranks in turn, without a mask. ``found[rank]`` holds a rank's
+# output and lse so far, both from ``reference.attention``, the formula in PyTorch:
 
 
 def ring_in_turn(parts):
@@ -264,8 +262,8 @@ lab.sketch(
 # - In steps 3 and 4, with keys from higher ranks, only its late queries see any, but these see both
 #   pieces.
 #
-# Below are all four ranks. Each bar is a rank's work in one step. Ranks wait for their neighbours'
-# keys, so each step ends (dotted line) with its slowest rank:
+# Below are all four ranks. Each step ends (dotted line) with its slowest rank, because ranks wait
+# for their neighbours' keys:
 
 # %%
 
@@ -317,16 +315,14 @@ lab.sketch(
 
 # %%
 # **By a count of the scores, zig-zag is 1.5 times as fast with two ranks and nearly twice as fast
-# with many.** One unit is the time that all queries of one rank take with all keys of another. The
-# four ranks above take 3.5 units with contiguous parts and 2 with zig-zag. Of :math:`W` ranks,
-# zig-zag takes half a unit per step, or :math:`W / 2` in all. Contiguous parts take half a unit for
-# the first step and a whole unit for every other, or :math:`W - 1/2` in all.
+# with many.** One unit is the time that all queries of one rank take with all keys of another. Of
+# :math:`W` ranks, zig-zag takes half a unit per step, or :math:`W / 2` in all. Contiguous parts
+# take half a unit for the first step and a whole one for every other, or :math:`W - 1/2` in all.
 #
 # The loop on one rank
 # --------------------
 #
-# Each rank is a process, and NCCL, NVIDIA's
-# communication library, runs its transfers on a :term:`stream` of their own.
+# NCCL, NVIDIA's communication library, runs transfers on a :term:`stream` of their own.
 # ``ring._pass_on(sent, group, into)`` starts sending ``sent`` to the next rank and receiving
 # ``into`` from the previous one, and returns handles immediately. Calling ``wait`` on a handle
 # makes the kernels' stream wait, but not the host. **To hide a transfer, start it before the kernel
@@ -334,8 +330,7 @@ lab.sketch(
 #
 # Here is ``ring_in_turn`` as one rank runs it, with a causal mask and zig-zag. In each step, ``kv``
 # holds the keys and values of the rank ``source``, and ``following`` is the memory for the next
-# ones. Steps count from 0 here and from 1 in the figures. On Hopper GPUs, ``attention`` runs the
-# kernel of :doc:`/chapters/attention_hopper`:
+# ones. On Hopper GPUs, ``attention`` runs the kernel of :doc:`/chapters/attention_hopper`:
 
 
 def ring_of_rank(rank, world, q, k, v):
@@ -393,8 +388,7 @@ error_of_one = (on_one.double() - truth).abs().max().item()
 assert max(errors) < 0.05
 lab.read(
     f"On {ranks.world} ranks, this loop comes within {errors[0]:.4f} of float64, and PyTorch's "
-    f"attention on one device within {error_of_one:.4f}. The loop rounds each part to 16 bits "
-    "before it merges, which may be the difference."
+    f"attention on one device within {error_of_one:.4f}."
 )
 
 # %%
@@ -545,19 +539,17 @@ lab.together(
     lab.read(
         "In the forward pass, all to all sends (W − 1) / W of a rank's `q`, `k`, `v` and `out`. "
         "The ring sends keys and values in each of W − 1 steps. With H query heads and Hₖ key "
-        "heads, these are W · Hₖ / (H + Hₖ) times as many bytes."
+        "heads, these are W · Hₖ / (H + Hₖ) times as many bytes, or W / 9 times with one key head "
+        "for eight query heads."
     ),
     lab.source(ring._exchange),
 )
 
 # %%
 # **With many ranks, all to all sends fewer bytes.** In the forward pass, the ring sends
-# :math:`W / 2` times as many if there are as many key heads as query heads, but only :math:`W / 9`
-# times as many with one key head for eight query heads. All to all should therefore suit short
-# parts on many ranks, and the ring long parts, because it computes while it sends.
-#
-# All to all also needs a number of ranks that divides the numbers of query heads and of key heads,
-# because each rank gets whole heads.
+# :math:`W / 2` times as many, and less with grouped heads. But all to all does not compute while it
+# sends, and the number of ranks must divide the numbers of query heads and of key heads, because
+# each rank gets whole heads.
 
 # %%
 # Is it right?
@@ -644,8 +636,8 @@ lab.together(
 # How fast is it?
 # ---------------
 #
-# Our yardstick is *linear scaling*, the dashed line in the next figure: the time of one GPU alone
-# with the same kernels, divided by the number of GPUs. We time both passes under a causal mask,
+# Our yardstick is *linear scaling*: the time of one GPU alone with the same kernels, divided by the
+# number of GPUs. We time both passes under a causal mask,
 # with 16 heads of 128 in bfloat16; ``seqlen`` counts the tokens of all ranks.
 
 # Measuring
@@ -882,8 +874,8 @@ lab.together(
         f"take {took['ideal']:.0f} ms, and the ring takes {took['Kernel Book']:.0f}."
     ),
     lab.read(
-        "In the figure, contiguous and zig-zag wait for each transfer before they compute. With "
-        "transfers hidden, keys and gradients travel while the rank computes:"
+        "In the figure, contiguous and zig-zag wait for each transfer before they compute. The "
+        "dashed line is linear scaling:"
     ),
 )
 
@@ -952,25 +944,18 @@ scattered = last in in_doubt and apart(last)[0] <= 0 <= apart(last)[1]
 lost_ms = speed.milliseconds_at("Kernel Book", seqlen=first) - speed.milliseconds_at(
     "zig-zag", seqlen=first
 )
-lab.together(
-    lab.read(
-        ("**The layout brings the larger gain.** " if by_layout > by_hiding else "")
-        + f"At {length:,} tokens, zig-zag saves {took['contiguous'] - took['zig-zag']:.0f} of "
-        f"{took['contiguous']:.0f} ms. The count of scores promised {promised:.2f} times the speed "
-        f"of contiguous parts. We measured {balanced[last]:.2f} times at {last:,} tokens, but only "
-        f"{balanced[first]:.2f} at {first:,}."
-    ),
-    lab.read(
-        ("**Hiding the transfers brings less.** " if 1 < by_hiding < by_layout else "")
-        + f"At {length:,} tokens, the median {'falls' if saved_ms > 0 else 'rises'} by "
-        f"{abs(saved_ms):.0f} ms."
-        + (f" At {last:,} we can measure no difference." if last in in_doubt else "")
-        + (
-            f" At {first:,} it rises by {lost_ms:.1f} ms, and we did not look into why."
-            if first in given_up
-            else ""
-        )
-    ),
+lab.read(
+    ("**The layout brings the larger gain.** " if by_layout > by_hiding else "")
+    + f"The count of scores promised {promised:.2f} times the speed of contiguous parts, and with "
+    f"zig-zag we measured {balanced[last]:.2f} times at {last:,} tokens. Hiding the transfers "
+    + (
+        f"brings {'less' if by_hiding < by_layout else 'more'}"
+        if by_hiding > 1
+        else "costs time"
+    )
+    + f" at {length:,} tokens"
+    + (f", nothing that we can measure at {last:,}" if last in in_doubt else "")
+    + (f", and at {first:,} it costs time." if first in given_up else ".")
 )
 
 # %%
@@ -980,7 +965,10 @@ IN_ROUNDS = {"ideal": "linear scaling"} | {x: NAMES.get(x, x) for x in RUNGS}
 lab.together(
     lab.read(
         "A bar is the median of three rounds, each as long as its slowest rank. Two measurements "
-        f"of our ring differ by up to {between_sweeps:.1f} points of linear scaling."
+        f"of our ring differ by up to {between_sweeps:.1f} points of linear scaling. At {length:,} "
+        f"tokens, the median with transfers hidden is {abs(saved_ms):.0f} ms "
+        f"{'shorter' if saved_ms > 0 else 'longer'} than without, and at {first:,} "
+        f"tokens, it is {abs(lost_ms):.1f} ms {'longer' if lost_ms > 0 else 'shorter'}."
         + (
             f" At {last:,} tokens, rounds of "
             f"{'zig-zag' if widest == 'zig-zag' else 'our ring'} alone take "
@@ -1161,32 +1149,21 @@ why_short = parts_of_time + (
 # %%
 
 # Reading
-lab.together(
-    lab.read(
-        f"**At {first:,} tokens, {WORLD} GPUs are no faster than one.** One GPU takes "
-        f"{one_gpu:.1f} ms, and the four versions take {min(at_first.values()):.1f} to "
-        f"{max(at_first.values()):.1f} ms. Leave such a sequence on one GPU, and give the other "
-        + (
-            "GPUs sequences of their own."
-            if WORLD > 2
-            else "GPU a sequence of its own."
-        )
-        if none_pays
-        else f"At {first:,} tokens, our ring reaches {percent('Kernel Book', first):.0f} % of "
-        "linear scaling."
-    ),
-    lab.read(
-        f"Even a call on {short} tokens, which hardly computes, takes our ring {ring_cost:.1f} ms, "
-        f"and one GPU {alone_cost:.1f}."
-    )
-    if lost
-    else None,
+lab.read(
+    f"**At {first:,} tokens, {WORLD} GPUs are no faster than one.** No version reaches "
+    f"{100 / WORLD:.0f} %, which would be the speed of one GPU. Leave such a sequence on one GPU, "
+    "and give the other "
+    + ("GPUs sequences of their own." if WORLD > 2 else "GPU a sequence of its own.")
+    if none_pays
+    else f"At {first:,} tokens, our ring reaches {percent('Kernel Book', first):.0f} % of linear "
+    "scaling."
 )
 
 # %%
 
 # Folded: What takes the time in a short sequence?
 timed_alone = [
+    (f"one GPU, {first:,} tokens", one_gpu),
     (f"linear scaling, {first:,} tokens", ideal_ms),
     (f"our ring, {first:,} tokens", ring_ms),
     ("the kernels of this ring, timed one at a time", by_kernels),
@@ -1205,6 +1182,11 @@ lab.together(
         (
             "In a call on few tokens, we did not separate the launches, the agreement of the ranks "
             "and the latency of the transfers."
+        )
+        + (
+            f" Nor did we look into why hiding costs time at {first:,} tokens."
+            if first in given_up
+            else ""
         )
         + (
             f" Where {WORLD} GPUs become faster than one, between {first:,} and "
@@ -1285,35 +1267,37 @@ slower_by = [
     if n in PEER_LENGTHS and more > 0 and disjoint("all to all", "Kernel Book", n)
 ]
 is_slower = len(slower_by) == len(PEER_LENGTHS) and max(slower_by) < 15
-lab.together(
-    lab.read(
-        (
-            "**On the longer sequences, all to all is a little slower than our ring.** It takes "
-            if is_slower
-            else "On the longer sequences, all to all takes "
-        )
-        + compared({n: beside_ours[n] for n in PEER_LENGTHS})
-        .replace(" than ours", "" if is_slower else " than our ring")
-        .replace("ours", "our ring")
-        + "."
+all_slower = (
+    is_slower
+    and come_close
+    and all(min(found.values(), default=0) >= 1 for found in timed_peers.values())
+)
+of_exchange = compared({n: beside_ours[n] for n in PEER_LENGTHS})
+of_peers = " ".join(
+    f"the experimental `context_parallel` with {name.removesuffix(' CP')}'s attention "
+    f"{'' if all_slower else 'takes '}{compared(found)}."
+    for name, found in timed_peers.items()
+    if found
+)
+lab.read(
+    (
+        "**On the longer sequences, all to all and PyTorch's context parallelism are a little "
+        "slower than our ring.** All to all takes "
+        f"{of_exchange.removesuffix(' than ours')}, and {of_peers.replace(' longer than ours', '')}"
+        if all_slower
+        else "On the longer sequences, all to all takes "
+        f"{of_exchange.replace('ours', 'our ring')}. "
         + (
-            f" At {first:,} tokens we cannot rank the two, because their rounds overlap."
-            if untimed == [first] and not disjoint("all to all", "Kernel Book", first)
-            else ""
+            of_peers[0].upper() + of_peers[1:]
+            if of_peers
+            else "PyTorch's context parallelism did not run here; the figure gives the reason."
         )
-    ),
-    lab.read(
-        ("**PyTorch's context parallelism comes close.** " if come_close else "")
-        + " ".join(
-            "On the longer sequences, the experimental `context_parallel` with "
-            f"{name.removesuffix(' CP')}'s attention takes {compared(found)}. Since its kernels "
-            "differ as well, this compares packages and not methods."
-            for name, found in timed_peers.items()
-            if found
-        )
-        if any(timed_peers.values())
-        else "PyTorch's context parallelism did not run here; the figure gives the reason."
-    ),
+    )
+    + (
+        " Since PyTorch's kernels differ as well, this compares packages and not methods."
+        if of_peers
+        else ""
+    )
 )
 
 # %%
@@ -1326,6 +1310,12 @@ lab.together(
         + (
             f" We did not time it at {first:,} tokens, where our ring is weakest."
             if untimed == [first] and lost
+            else ""
+        )
+        + (
+            f" Nor can we rank all to all and our ring at {first:,} tokens, because their rounds "
+            "overlap."
+            if untimed == [first] and not disjoint("all to all", "Kernel Book", first)
             else ""
         )
     ),
@@ -1454,17 +1444,7 @@ lab.together(
     lab.read(
         "While a layer computes, sharing saves less. "
         f"With {MEMORY_LENGTH:,} tokens, the measured peak of one layer is only "
-        f"{100 * (1 - together / gib.get(1, nan)):.0f} % lower on each of {most} GPUs than on one, "
-        "perhaps because the ring also holds keys, values and gradients in transit."
-    ),
-    lab.read(
-        " ".join(
-            f"**{row['tokens']:,} tokens take {row['GPUs']} GPUs {row['seconds']:.1f} s** for both "
-            f"passes of one layer, and {row['GiB per GPU']:.0f} GiB of memory each."
-            for row in long.rows
-        )
-        if long.rows
-        else f"A long sequence: {nan}."
+        f"{100 * (1 - together / gib.get(1, nan)):.0f} % lower on each of {most} GPUs than on one."
     ),
 )
 
@@ -1485,7 +1465,17 @@ lab.together(
         f"The memory of each GPU, {MEMORY_LENGTH:,} tokens",
     ),
     lab.read(
-        "What is in transit takes memory in one layer at a time, what is kept in all of them."
+        "The ring also holds keys, values and gradients in transit. These take memory in one layer "
+        "at a time, what is kept in all of them."
+    ),
+    lab.read(
+        " ".join(
+            f"In one call, {row['tokens']:,} tokens take {row['GPUs']} GPUs {row['seconds']:.1f} s "
+            f"for both passes of one layer, and {row['GiB per GPU']:.0f} GiB of memory each."
+            for row in long.rows
+        )
+        if long.rows
+        else f"A long sequence: {nan}."
     ),
 )
 
@@ -1498,8 +1488,8 @@ lab.together(
 # Reading
 profiled = 16384 // SHRINK * WORLD
 lab.read(
-    "Which transfers hide? We profile both versions of zig-zag on rank 0, with "
-    f"{profiled:,} tokens in all. A transfer's bar includes the wait for the other rank."
+    f"Which transfers hide? We profile both versions of zig-zag with {profiled:,} tokens in all. A "
+    "transfer's bar includes the wait for the other rank."
 )
 
 # %%
@@ -1699,13 +1689,12 @@ profiler_saw = schedule.rows or schedule.provenance is None
 first_shows = begins > sum(of_first) / 2
 lab.read(
     "**Transfers 2 and 3 hide behind the backward pass.** Transfer 4 does not, because almost "
-    "nothing is left to compute."
+    "nothing is left to compute"
     + (
-        " Neither does most of transfer 1, because the first kernel starts "
-        f"{begins - of_first[0]:.1f} ms after it, at least under the profiler, which slows the "
-        "host. In a longer ring, these two are a smaller share of all transfers."
+        ", and neither does most of transfer 1, because the first kernel starts after it. In a "
+        "longer ring, these two are a smaller share of all transfers."
         if first_shows
-        else ""
+        else "."
     )
     if profiler_saw
     else "The profiler saw no kernel on this machine."
@@ -1726,6 +1715,12 @@ lab.together(
             if saved >= 1
             else f"Under the profiler, hiding changes the length of the call by {-saved:+.0f} %."
         )
+        + (
+            f" The first kernel starts {begins - of_first[0]:.1f} ms after transfer 1, at least "
+            "under the profiler, which slows the host."
+            if first_shows
+            else ""
+        )
         if profiler_saw
         else "The profiler saw no kernel on this machine."
     ),
@@ -1743,8 +1738,7 @@ lab.together(
 # -------------------------------
 #
 # How many tokens must a rank hold so that its transfers hide? Twice as many tokens make four times
-# the scores but only twice the bytes, so with enough tokens, the computation of each step outlasts
-# the transfer beside it.
+# the scores but only twice the bytes, so with enough tokens, each step outlasts its transfer.
 #
 # Let a rank hold :math:`n` tokens, with :math:`H` query heads of :math:`D` numbers and
 # :math:`H_k` key heads. In a forward step of zig-zag it computes :math:`n^2 / 2` scores
@@ -1761,13 +1755,12 @@ lab.together(
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    What counts is the number of tokens *per rank*. The head size is not in the formula, nor is
-#    the number of ranks.
+#    What counts is the number of tokens *per rank*, whatever the head size and number of ranks.
 #
 # We time single steps for :math:`S`, and pass tensors round the ring for :math:`B`; here
 # :math:`H_k = H`. NVLink connects the GPUs of a machine, and a network card connects machines. The
-# lines are the two sides of the formula, and the crosses are steps that we timed. To the right of a
-# dot, the transfer hides:
+# lines are the two sides of the formula, and to the right of a dot, the transfer hides. The crosses
+# are steps that we timed, of which short ones take longer than the formula assumes:
 
 # Measuring
 MEBIBYTES = (0.25, 1, 4, 16, 64, 256) if not TINY else (0.25, 1)
@@ -1932,27 +1925,12 @@ lab.together(
         f"measured, and that of the card the full {NETWORK / 1e9:.0f} GB/s of 400 Gb/s."
     ),
     lab.read(
-        "The crosses of short steps lie far above the line, perhaps because launching them takes "
-        "longer than their scores. Transfers can hide behind this too, but only because the step "
-        "itself is slow."
-    )
-    if len(shown) < len(step_of)
-    else None,
-)
-
-# %%
-# In the backward pass, a step does 2.5 times the FLOPs. With more than two ranks it sends three
-# times the bytes, because gradients in 32 bits travel with the keys and values. The factor 2 thus
-# becomes :math:`2 \cdot 3 / 2.5 = 2.4`.
-
-# %%
-
-# Reading
-lab.read(
-    f"By this factor and the speed of backward steps, {flops['backward'] / 1e12:.0f} TFLOP/s, the "
-    "transfers of the backward pass hide from "
-    f"{about(hidden_from('backward', bandwidth)):,.0f} tokens over {joined}, and from "
-    f"{about(hidden_from('backward', NETWORK)):,.0f} over a network card."
+        "In the backward pass, a step does 2.5 times the FLOPs, and with more than two ranks it "
+        "sends three times the bytes, because gradients in 32 bits travel with the keys and "
+        "values. The factor 2 becomes 2 · 3 / 2.5 = 2.4, and transfers hide from "
+        f"{about(hidden_from('backward', bandwidth)):,.0f} tokens over {joined}, and from "
+        f"{about(hidden_from('backward', NETWORK)):,.0f} over a network card."
+    ),
 )
 
 # %%
@@ -2002,7 +1980,13 @@ lab.together(
         + (f"none at {' and '.join(too_long)}." if too_long else "every one too.")
     ),
     lab.read(
-        "The formula uses the speeds of the largest step and the largest transfer"
+        (
+            "The crosses of short steps lie far above the line, perhaps because launching them "
+            "takes longer than their scores. "
+            if len(shown) < len(step_of)
+            else ""
+        )
+        + "The formula uses the speeds of the largest step and the largest transfer"
         + (
             f". There, {joined} carries "
             f"{share_in_words(bandwidth / 1e9 / (per_link * int(links[1])))} of the "
@@ -2091,11 +2075,10 @@ lab.together(
         f"{enough:,.0f} per GPU, by a simulation.**"
     ),
     lab.read(
-        f"We have only {WORLD} GPUs, so we put larger rings together from the steps and transfers "
-        "that we measured. A step lasts as long as its computation, the transfer beside it or a "
-        f"fixed cost, taken from the calls on {short} tokens, whichever is longest. Eight GPUs get "
-        f"the measured speed of {joined}, and larger rings a network card's full "
-        f"{NETWORK / 1e9:.0f} GB/s:"
+        f"We have only {WORLD} GPUs, so we put larger rings together from measured steps and "
+        "transfers. A step lasts as long as its computation, the transfer beside it or a "
+        f"fixed cost, whichever is longest. Eight GPUs get the measured speed of {joined}, and "
+        "larger rings the full speed of the network card:"
     ),
 )
 
@@ -2164,9 +2147,8 @@ between_lines = max(
     abs(linear(64, 64 * n, NETWORK) - linear(1024, 1024 * n, NETWORK)) for n in PER_RANK
 )
 lab.read(
-    "64 and 1,024 GPUs share one line, because with parts of the same length, the ring's time and "
-    "that of linear scaling both grow in proportion to the number of ranks. Sixteen times as many "
-    "GPUs need a text sixteen times as long:"
+    "64 and 1,024 GPUs share one line, because what counts is again the tokens per rank. Sixteen "
+    "times as many GPUs need a text sixteen times as long:"
     if between_lines < 2
     else f"The lines of 64 and of 1,024 GPUs lie within {between_lines:.0f} points. They need:"
 )
@@ -2205,8 +2187,8 @@ lab.read(
         else ""
     )
     + f"For {WORLD} GPUs with {first // WORLD:,} tokens each, it promises {promises[first]:.0f} %, "
-    f"and we measured {percent('Kernel Book', first):.0f} %. With {second // WORLD:,} tokens, it "
-    f"promises {promises[second]:.0f} %, and we measured {percent('Kernel Book', second):.0f} %."
+    f"and we measured {percent('Kernel Book', first):.0f} %. With {second // WORLD:,}, the two are "
+    f"{abs(differ[second]):.0f} points apart."
 )
 
 # %%
@@ -2257,7 +2239,9 @@ lab.together(
         f"The check on {WORLD} GPUs, in percent of linear scaling",
     ),
     lab.read(
-        "In the simulation, no rank is slow, and no transfer slows anything else. "
+        "In the simulation, no rank is slow, and no transfer slows anything else. With parts of "
+        "the same length, its time and that of linear scaling both grow in proportion to the "
+        "number of ranks. "
         f"The fixed cost of a step is what a ring over {short} tokens takes longer than one GPU, "
         "divided by its steps. The last gradients add to the total, because nothing hides them."
     ),
@@ -2278,8 +2262,8 @@ lab.together(
 )
 
 # %%
-# **A ring needs long parts, which at a given length means few ranks.** Larger clusters can combine
-# both methods: heads split within a machine, and a ring of machines (USP, in the references).
+# Larger clusters can combine both methods: heads split within a machine, and a ring of machines
+# (USP, in the references).
 #
 # The training script
 # -------------------
@@ -2293,16 +2277,14 @@ lab.together(
 #    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 #    torch.distributed.init_process_group("nccl")
 #    shard = partial(kernelbook.shard_sequence, dim=1, layout="zigzag")
-#    # labels[:, t] is tokens[:, t + 1], shifted before the cut
+#    # labels[:, t] is tokens[:, t + 1]
 #    tokens, labels, positions = map(shard, (tokens, labels, positions))
 #    ...  # in the model, for q, k and v of shape (batch, heads, seqlen / world, head_dim):
 #    out = kernelbook.ring_attention(q, k, v, is_causal=True, layout="zigzag")
 #
 # ``all_to_all_attention`` takes the same arguments and accepts either layout, since its exchange
-# puts the tokens in order.
-#
-# The labels are shifted first, because the label of a piece's last token lies in another piece, and
-# the positions are those of the whole sequence.
+# puts the tokens in order. The labels are shifted before the cut, because the label of a piece's
+# last token lies in another piece. The positions are those of the whole sequence.
 #
 # If the loss is a sum over tokens, add the weights' gradients over the ranks. PyTorch's data
 # parallelism averages them, which is right for a mean over equally many labels on every rank.
@@ -2459,9 +2441,9 @@ def noticed(mistake):
 silent = {row["mistake"] for row in (*shown, *here) if "returns" in row["what it says"]}
 lab.read(
     "**With a wrong shape, a late rank or a dead rank, no rank hangs.** If the last rank passes a "
-    f"longer part, all ranks refuse it {noticed('another shape')}. If it is late, "
-    f"the others give up after {waits['comes late']:.1f} s, the timeout that we gave them. If it "
-    f"dies, they notice {noticed('dies')}."
+    f"longer part, all ranks refuse it {noticed('another shape')}. If it dies, the others notice "
+    f"{noticed('dies')}, and if it is late, they give up after the timeout that we gave them, "
+    f"{waits['comes late']:.1f} s."
     + (
         f" Some calls return as if nothing had happened: {', '.join(sorted(silent))}."
         if silent
@@ -2490,13 +2472,13 @@ lab.together(
 # %%
 
 # Reading
+times_one = {n: WORLD * percent("Kernel Book", n) / 100 for n in (length, first)}
 lab.read(
     ("**A ring suits long parts.** " if lost else "")
-    + f"On {WORLD} GPUs, ours reaches {100 * share['Kernel Book']:.0f} % of linear scaling with "
-    f"{length // WORLD:,} tokens per rank {'but only' if lost else 'and'} "
-    f"{percent('Kernel Book', first):.0f} % with {first // WORLD:,}. By the formula, a network "
-    "card hides transfers from about "
-    f"{round(hidden_from('backward', NETWORK), -3):,.0f} tokens per rank."
+    + f"On {WORLD} GPUs, ours is {times_one[length]:.1f} times as fast as one with "
+    f"{length // WORLD:,} tokens per rank, and "
+    + ("no faster" if times_one[first] < 1 else f"{times_one[first]:.1f} times as fast")
+    + f" with {first // WORLD:,}. The slower the connection, the longer the parts must be."
 )
 
 # %%

@@ -12,8 +12,8 @@ You will learn
 - why the additions get their own :term:`warp`;
 - how much of the promised speedup one sweep delivers, and where the cycles of a step go.
 
-In the bars above, “two sweeps” is plain Triton. “One sweep with roles” and “Kernel Book” are the
-first and the last step of this chapter, written in :term:`Gluon` for Hopper GPUs (H100, H200). Read
+In the bars above, “two sweeps” is plain Triton; the others are the first and the last step of this
+chapter, written in :term:`Gluon` for Hopper GPUs (H100, H200). Read
 :doc:`/chapters/warps_with_roles` first, for rings and barriers.
 """
 
@@ -138,11 +138,10 @@ lab.sketch(
 # Reading
 dq_mib = 4096 * 128 * 4 / 2**20
 lab.read(
-    "**The price is a shared sum.** A program takes one row. It keeps its `dK` and `dV` in "
-    "registers, but it visits all queries, whose `dQ` does not fit: at length 4,096 and head_dim "
-    f"128 that is {dq_mib:.0f} MiB in float32, and an SM has 256 KiB of registers. To each "
-    "query's `dQ` the program contributes only one term, its “part”. All programs therefore add "
-    "their parts to sums in memory."
+    "**The price is a shared sum.** A program takes one row and keeps its `dK` and `dV` in "
+    "registers. But it visits all queries, whose `dQ` does not fit: at length 4,096 and head_dim "
+    f"128 that is {dq_mib:.0f} MiB in float32, and an SM has 256 KiB of registers. So all programs "
+    "add their terms of `dQ`, their “parts”, to sums in memory."
 )
 
 # %%
@@ -183,11 +182,8 @@ lab.sketch(
 
 # %%
 # In every run, each tile of queries receives the part of program 0 first and that of program 2
-# last, yet all programs work at the same time.
-#
-# They begin with C, the *last* tile of queries, because under a causal mask all programs visit the
-# last queries, but only some visit the first. So all can take the tiles in the same order, and each
-# follows one step behind the program before it.
+# last, yet all programs work at the same time. They begin with C, the *last* tile of queries,
+# because under a causal mask all programs visit the last queries, but only some visit the first.
 #
 # How a program waits for its turn
 # --------------------------------
@@ -195,9 +191,8 @@ lab.sketch(
 # A small kernel in plain Triton, for one head without a mask, shows how a program learns that its
 # turn has come. Each program owns 64 keys, and in step ``i`` it loads a tile of 64 queries.
 #
-# The forward pass has left ``lse``, the :term:`logsumexp` of each query's scores, and ``delta``
-# holds the row sums of ``dO`` times ``O``. As in the picture, rows of ``s`` are keys, and columns
-# are queries:
+# As before, ``lse`` is the :term:`logsumexp` of each query's scores, and ``delta`` the row sums of
+# ``dO`` times ``O``. As in the picture, rows of ``s`` are keys, and columns are queries:
 #
 # .. literalinclude:: /../src/kernelbook/small/attention_hopper_backward.py
 #    :pyobject: sweep_in_turn_kernel
@@ -346,8 +341,7 @@ lab.together(
 #
 # **No manual promises the assumption,** yet the package relies on it, and every launch checked or
 # timed below has ended. On a GPU that started programs in another order, a launch could hang, but
-# never give other bits, because no program adds before its turn. Programs that drew their ids from
-# an atomic counter would not need the assumption; we have not timed them.
+# never give other bits, because no program adds before its turn.
 #
 # **The direction matters.** If ids *descend* with the keys, and a head has more tiles than the GPU
 # has SMs, the running programs wait for one that cannot start. In the picture four SMs begin a head
@@ -426,9 +420,8 @@ lab.sketch(
 )
 
 # %%
-# With ascending ids tile 0 runs, so tile 1 can follow, and so on. With descending ids none of the
-# four can ever add, so none makes room for tile 3. A simulation of both launches ends in the first
-# case, and stands still in the second.
+# With descending ids none of the four can ever add, so none makes room for tile 3. In a simulation
+# the first launch ends, and the second stands still.
 #
 # What the order costs
 # --------------------
@@ -505,18 +498,16 @@ lab.sketch(
 full_of = [simulate(8, n_heads, 8, False) for n_heads in (1, 4, 16, 64)]
 (once,) = {len(ticks) - least(ticks) for ticks in full_of}  # the same for all
 lab.read(
-    f"**In full attention the order costs {once} ticks, but only once,** however many heads "
-    "follow: the programs of the first head start and end one step apart, and the next head takes "
-    "up their rhythm."
+    f"**In full attention the order costs {once} ticks only once; under a causal mask, every head "
+    "pays.** Without a mask, the programs of a head start and end one step apart, and the next "
+    "head takes up their rhythm. With one, all programs of a head end together, so those of the "
+    "next start together and wait anew."
 )
 
 # %%
-# **Under a causal mask every head pays again:** all its programs end together, so those of the next
-# start together and wait anew.
-#
-# **Running two tiles of each head at once wins most of that time back,** as the lowest panel shows.
-# Only two programs of a head then start together, so the second waits one tick, whereas the last of
-# eight waits seven. Within a head ids still ascend, as the proof demands.
+# Running two tiles of each head at once wins most of that time back: only two programs of a head
+# then start together, and the second waits one tick, whereas the last of eight waits seven. Within
+# a head ids still ascend, as the proof demands.
 
 # %%
 # Why one warp only waits and adds
@@ -526,6 +517,9 @@ lab.read(
 # order, a program asks it to add the part, and goes on. In a *fixed* order the program waits twice:
 # for its turn, and then until the sums are in memory, before it writes its counter. In the small
 # kernel, all warps stand still meanwhile.
+#
+# A second program on the SM could compute in that time, but at head_dim 128, two programs of 128
+# keys each do not fit.
 
 # Measuring
 held = {  # rows, columns, bytes of a number, where
@@ -561,15 +555,6 @@ operands = [
     ("part of dQ = dS K", "shared memory"),
 ]
 operands = [(one.replace(" ", "\u00a0"), where) for one, where in operands]
-
-# %%
-
-# Reading
-lab.read(
-    "A second program on the same SM could compute meanwhile, but it does not fit: at head_dim "
-    f"{HEAD_DIM}, the tiles of one program, which owns {KEYS} keys, fill most of its SM's "
-    "registers and shared memory."
-)
 
 # %%
 # .. admonition:: Key idea
@@ -640,7 +625,7 @@ lab.sketch(
 
 # %%
 
-# Folded: What a program of the fast kernel holds, and from where its matmuls read
+# Folded: Why no second program fits, and from where the matmuls read
 lab.together(
     held_table,
     lab.table(
@@ -667,9 +652,8 @@ lab.together(
 # **Why rows are keys.** A Hopper matmul reads its *right* operand from shared memory, but its
 # *left* one may also be in registers. With the *transposed* scores :math:`K Q^\top`, and
 # :math:`V dO^\top`, the weights :math:`P^\top` and :math:`dS^\top` are left operands of the matmuls
-# for :math:`dV` and :math:`dK`, so they can stay in the registers where they were computed.
-#
-# Only the part of :math:`dQ` needs :math:`dS` the other way round. A matmul can transpose only what
+# for :math:`dV` and :math:`dK`, so they can stay in the registers where they were computed. Only
+# the part of :math:`dQ` needs :math:`dS` the other way round, and a matmul can transpose only what
 # it reads from shared memory, so dS is stored there.
 #
 # **Waits 1 to 3: make P while dP runs.** In step ``i`` of the fast kernel, a consumer combines the
@@ -876,12 +860,12 @@ lab.sketch(
 #            mbarrier.arrive(part_empty.index(half))
 #        announce(counter_ptr, i + 1)
 #
-# ``tma.store_wait(0)`` waits until the engine has *read* both halves. ``announce`` waits until it
-# has *completed* the additions, and then writes the counter. This takes four instructions of PTX,
-# because Triton's atomics order what threads store, but not what the copy engine adds.
+# ``tma.store_wait(0)`` waits for the reading alone, and ``announce`` for the additions, before it
+# writes the counter. This takes four instructions of PTX, because Triton's atomics order what
+# threads store, but not what the copy engine adds.
 #
-# The sums are in float32 and without the scale. After the sweep, a small kernel multiplies them by
-# the scale and writes :math:`dQ` in 16 bits; all bars include its time.
+# After the sweep, a small kernel multiplies the float32 sums by the scale and writes :math:`dQ` in
+# 16 bits; all timings include it.
 #
 # .. dropdown:: The four instructions, and those of the reader
 #
@@ -1380,8 +1364,8 @@ def worst_of_each():
 # How the gradients were checked
 # ------------------------------
 #
-# On Hopper, in 16 bits, this kernel is the backward pass of ``attention(q, k, v)`` for most shapes.
-# The checks ran the package's version of it, which takes any length.
+# The checks ran the package's version of this kernel, which takes any length. On Hopper, in 16
+# bits, it is the backward pass of ``attention(q, k, v)`` for most shapes.
 
 # Measuring
 dtype = torch.float16 if runtime.INTERPRETED else torch.bfloat16
@@ -1617,9 +1601,8 @@ lab.together(
 # additions. Each *rung* adds what stands under its name, and next to its bar is the gain over the
 # rung above; ±0 is less than 2 %.
 #
-# The top two kernels are for comparison; :doc:`/chapters/attention_backward` explains them, and why
-# one sweep loses there. Two sweeps, too, are credited with only five matmuls, so a longer bar
-# always means a shorter time.
+# :doc:`/chapters/attention_backward` explains the top two kernels, and why one sweep loses there.
+# Two sweeps, too, are credited with only five matmuls, so a longer bar means a shorter time.
 
 # Measuring
 SCATTER = 0.02  # of one kernel that the page times twice: the section on speed has it
@@ -1908,38 +1891,6 @@ lab.draw(
 # %%
 
 # Reading
-most = all(
-    gain("half the columns", mask, before("half the columns"))
-    == max(gain(rung, mask, before(rung)) for rung in [*LADDER][1:])
-    for mask in ("full", "causal")
-)
-lab.read(
-    "**“Half the columns” "
-    + ("brings the largest gain.**" if most else f"{told('half the columns')}.**")
-    + " Each step produces one part instead of two, so half as many bytes are added, although the "
-    "consumers must now meet to exchange dS."
-)
-
-# %%
-
-# Reading
-lab.read(
-    f"**“Overlap” {told('overlap')}.** This is what it buys to issue early and wait late: "
-    "on the rung above, a consumer waits for S, dV, the part and dK as soon as it has issued each."
-)
-
-# %%
-
-# Reading
-lab.read(
-    f"**“An adder” {told('an adder')}.** It is there for the next rung, where it waits for turns "
-    "in place of the consumers. What it saves there is not known, because no rung has a fixed "
-    "order without an adder."
-)
-
-# %%
-
-# Reading
 cost = [gain("heads apart", mask, "an adder") for mask in ("full", "causal")]
 as_simulated = (
     verdict(gain("a fixed order", "full", "an adder")) == NO_DIFFERENCE
@@ -1969,9 +1920,28 @@ lab.read(
 )
 
 # %%
-# **The last rung saves the zeroing of the sums,** because in a fixed order the first program of a
-# head can store its parts rather than add them. It also takes any length, and the two changes were
-# not timed separately.
+
+# Reading
+most = all(
+    gain("half the columns", mask, before("half the columns"))
+    == max(gain(rung, mask, before(rung)) for rung in [*LADDER][1:])
+    for mask in ("full", "causal")
+)
+overlap_pays = all(
+    gain("overlap", mask, before("overlap")) > SCATTER for mask in ("full", "causal")
+)
+lab.read(
+    "“Half the columns” "
+    + ("brings the largest gain" if most else told("half the columns"))
+    + ", with one part per step instead of two, and so half as many bytes to add. “Overlap” "
+    + (
+        "pays because a consumer no longer waits for each matmul right after issuing it. "
+        if overlap_pays
+        else f"{told('overlap')}. "
+    )
+    + f"“An adder” {told('an adder')}; it is there for the next rung, where it waits for turns in "
+    "place of the consumers."
+)
 
 # %%
 
@@ -2074,6 +2044,10 @@ lab.together(
             if as_simulated
             else ""
         )
+    ),
+    lab.read(
+        "**The last rung** saves the zeroing of the sums, because in a fixed order the first "
+        "program of a head can store its parts rather than add them. It also takes any length."
     ),
     lab.read(
         "**Plain Triton's single sweep** is not a rung, because its tiles and operands also differ "
@@ -2427,24 +2401,19 @@ without_sum = moved_kib["without the sum"] * KIB / 128
 assert without_sum < ideal < bound
 needed = cycles(whole_step)
 lab.read(
-    "Five matmuls instead of seven promise a factor of 1.4. **On the ladder one sweep is only "
+    "Five matmuls instead of seven promise a factor of 1.4, but **on the ladder one sweep is only "
     f"{faster:.2f} times as fast as two in full attention, and {when_causal:.2f} times under a "
-    "causal mask.** This section looks into a step for what holds one sweep back. How much of the "
-    "gap each finding explains stays open, because we did not trace two sweeps."
+    "causal mask.** What holds it back?"
 )
-
-# %%
-# **The matmul units pause twice in a step.** The picture shows a typical step in full attention, as
-# a running program recorded it. The numbers in the boxes are those of the waits; wait 8 is the gap
-# after box 7.
 
 # %%
 
 # Reading
 lab.read(
-    "The top row is inferred from a count. The matmul units of an SM do 4,096 operations per "
-    f"cycle, so one matmul of both consumers takes {counted('dq')[0]:.0f} cycles. A pause begins "
-    "when the last matmul issued has had that long, and ends when a consumer issues the next:"
+    "The picture shows a typical step in full attention, as a running program recorded it. Boxes "
+    "have the numbers of the waits; wait 8 is the gap after box 7. Only the top row is inferred: "
+    f"by count, one matmul of both consumers takes {counted('dq')[0]:.0f} cycles, and a pause "
+    "begins when the last matmul issued has had that long:"
 )
 
 # %%
@@ -2675,18 +2644,16 @@ staggered = BUDGET and any_order["pause at the part"] < min(
 )
 after_order = any_order["pause at the part"] if any_order else nan
 lab.read(
-    "**In the first pause both consumers make dS; in the second, both hand their part over.** "
-    f"Handing over takes {handed_in:.0f} cycles on average, wait 7 included, but the dK that runs "
-    f"meanwhile lasts only {UNDER_WAY:.0f} by count."
+    "**The matmul units pause twice: while both consumers make dS, and while both hand their part "
+    f"over.** Handing over takes {handed_in:.0f} cycles on average, wait 7 included, but the dK "
+    f"that runs meanwhile lasts only {UNDER_WAY:.0f} by count."
 )
 
 # %%
-# **The pauses are not all.** The last bar below is the mean step. Beside the five matmuls by count
-# and the two pauses it has a *rest*, so between the pauses, matmuls take longer than counted.
-#
-# **The rest may be due to shared memory.** By count, a step keeps shared memory busy for longer
-# than the matmul units; without the part of dQ it would not. Each dark bar is a kernel that does
-# only what its label says:
+# The pauses are not all. In the mean step, the last bar below, a *rest* is left, so between the
+# pauses matmuls take longer than counted. The reason may be shared memory, which by count a step
+# keeps busy for longer than the matmul units; without the part of dQ it would not. Each dark bar is
+# a kernel that does only what its label says:
 
 # Drawing
 lab.draw(
@@ -2712,6 +2679,15 @@ lab.read(
 
 # %%
 
+# Reading
+lab.read(
+    "So count shared memory too, not only matmuls, and ask which matmuls run while a result is "
+    "handed over. How much of the gap to 1.4 each finding explains is open, because two sweeps "
+    "were not traced."
+)
+
+# %%
+
 # Folded: The count of shared memory, row by row, and its test
 off = 100 * max(needed / bound - 1, cycles("all five") / ideal - 1)
 lab.together(
@@ -2731,12 +2707,8 @@ lab.together(
 )
 
 # %%
-# **So count shared memory too, not only matmuls,** and ask which matmuls run while a result is
-# handed over.
 
-# %%
-
-# Folded: What may be behind the gap to 1.4, what giving up the order changes, and what was tried
+# Folded: What is not known, what giving up the order changes, and what was tried
 same_time = verdict(gain("a fixed order", "full", "an adder")) == NO_DIFFERENCE
 fewer = f"takes {abs(lost):.0f} % {'fewer' if lost > 0 else 'more'} cycles"
 steps_drawn = [
@@ -2778,8 +2750,13 @@ lab.together(
     lab.read(
         "**Tried without a gain,** in runs that no record holds: issuing dV before dS, which could "
         "fill the first pause; issuing the scores and dP of the next step ahead; letting the adder "
-        "ask early; and making the weights before the wait for dP. A second buffer for parts was "
-        "not tried."
+        "ask early; and making the weights before the wait for dP."
+    ),
+    lab.read(
+        "**Not measured:** a fixed order without an adder, so what the adder saves there is not "
+        "known; the two changes of the last rung, each alone; a second buffer for parts; and "
+        "programs that draw their ids from an atomic counter, which would not need the assumption "
+        "about the order of starts."
     ),
     lab.table(
         [
@@ -3032,10 +3009,9 @@ lab.read(
         if everywhere == "all"
         else f"**A library is faster at {everywhere} {len(at_points)} points.** "
     )
-    + "In the picture, the dashed line is the fastest library of each row"
+    + "The dashed line below is the fastest library of each row"
     + (
-        ", always FlashAttention 4 in one of its two modes. Only its deterministic mode keeps an "
-        "order. cuDNN is in the fold."
+        ", always FlashAttention 4, which keeps an order only in its deterministic mode."
         if always_flash
         else ". Of FlashAttention 4, only the deterministic mode keeps an order."
     )
@@ -3151,10 +3127,12 @@ lab.read(
     + (
         ". There"
         + (f", and at {at_one(more_chosen)} more" if more_chosen else "")
-        + ", the package runs two sweeps."
+        + ", the package runs two sweeps. "
         if slower and all(row in two_chosen for row in slower)
-        else "."
+        else ". "
     )
+    + f"With its choice of kernels, the package reaches {shares_at(128, 64)} of the speed of "
+    "the fastest library."
     if speed.rows
     else f"{nan}"
 )
@@ -3164,23 +3142,12 @@ lab.read(
 # Reading
 lab.read(
     (
-        f"**Giving up the order does not pay:** it slows one sweep down at {by_order['slower']} of "
-        f"{len(at_points)} points and speeds it up at {by_order['faster']}. One reason may be that "
-        "without an order, the sums have to be set to zero first."
+        f"Giving up the order does not pay: it slows one sweep down at {by_order['slower']} of "
+        f"{len(at_points)} points and speeds it up at {by_order['faster']}."
         if by_order["slower"] > by_order["faster"]
-        else f"**Giving up the order** speeds up {points_in_words(by_order['faster'])} and slows "
+        else f"Giving up the order speeds up {points_in_words(by_order['faster'])} and slows "
         f"down {by_order['slower']}."
     )
-    if speed.rows
-    else f"{nan}"
-)
-
-# %%
-
-# Reading
-lab.read(
-    f"**With its choice of kernels, the package reaches {shares_at(128, 64)} of the speed of the "
-    "fastest library.**"
     if speed.rows
     else f"{nan}"
 )
@@ -3251,7 +3218,8 @@ lab.together(
     ),
     lab.read(
         f"**Giving up the order** gains at most {100 * max(without):.0f} %, at "
-        f"{named([dearest])}, and loses up to {-100 * min(without):.0f} % elsewhere."
+        f"{named([dearest])}, and loses up to {-100 * min(without):.0f} % elsewhere. One reason "
+        "may be that without an order, the sums have to be set to zero first."
         if speed.rows
         else f"{nan}"
     ),
@@ -3397,7 +3365,7 @@ lab.read(
         if verdicts[0]["slower"]
         else ""
     )
-    + ". The shared sum may account for part of the gap. The fastest library is ahead at "
+    + ". The fastest library is ahead at "
     + (
         "every point."
         if everywhere == "all"

@@ -119,35 +119,31 @@ lab.sketch(
 )
 
 # %%
-# Programs run at the same time and in no fixed order. In the :doc:`first chapter
-# </chapters/first_kernel>`, two of them that added to the same number lost an addition. An *atomic
-# add* prevents this, as do :term:`partial sums`, and so does a *lock*, which lets programs add only
-# one at a time.
+# Programs run at the same time. In the :doc:`first chapter </chapters/first_kernel>`, two of them
+# that added to the same number lost an addition. An *atomic add* prevents this, as do
+# :term:`partial sums`, and so does a *lock*, which lets programs add only one at a time.
 #
 # Each hand-over has its price, and a program that adds every row separately pays it for every row.
 # With atomic adds and locks, the rounding also differs from run to run, because whoever comes first
-# adds first. A kernel can hand over rarely, and round the same in every run:
+# adds first. We can avoid both:
 #
 # .. admonition:: Key idea
 #    :class: kb-key
 #
-#    Each program sums *many rows* in registers before it hands over anything, which leaves little
-#    to hand over. It then stores this *partial sum* where no other program writes, so that no
-#    program waits to add. A second kernel adds the partial sums in an order that never changes.
+#    Each program sums *many rows* in registers before it hands over anything. It then stores this
+#    *partial sum* where no other program writes, so that no program waits. A second kernel adds the
+#    partial sums in an order that never changes.
 #
 # .. image:: /figures/layer-norm-partials.svg
 #    :alt: Six rows of x and dy and three programs. Program 0 takes rows 0 and 3, program 1 rows 1
 #          and 4, program 2 rows 2 and 5. Each keeps its sums in registers and leaves one row of
 #          sums. A second kernel reads all three and adds them up to dw and db.
 #
-# Now we can read the bars at the top. They credit every version with the :math:`3 N` numbers of a
-# single kernel. PyTorch's operations move :math:`25 N`, so they can reach at most about 12 if all
-# of these go through main memory. In the others,
-#
-# - *every tile* means that a program takes only one tile of two rows, and hands over their sums;
-# - *once* means that it takes many tiles, and hands over at its end;
-# - *64 locks* means that programs add to 64 shared buffers, each with its own lock. The second
-#   kernel adds these.
+# In the bars at the top, *every tile* means that a program takes only two rows and hands over their
+# sums, and *once* that it takes many and hands over at its end. With *64 locks*, programs add to 64
+# shared buffers, each with its own lock. PyTorch's operations move :math:`25 N` numbers where a
+# single kernel moves :math:`3 N`, so they can reach at most about 12 if all of these go through
+# main memory.
 #
 # The mathematics
 # ---------------
@@ -229,45 +225,44 @@ def output_of_eight(first):
 
 grown = 4 * (output_of_eight(1.001) - output_of_eight(1.0))
 assert abs(grown / 0.001 - dx_of_eight[0, 0]) < 0.01
-lab.together(
-    lab.read(
-        f"What is left sums to {remains.sum():.0f}, and its dot product with `xhat` is "
-        f"{(remains * hat).sum():.0f}, as both must be. Times `rstd`, here 0.5, it is `dx`, whose "
-        f"first number is {dx_of_eight[0, 0]:.0f}."
-    ),
-    lab.read(
-        "A nudge confirms this number. Because `dy` is 4, the loss is four times the first output. "
-        f"Moving the first element from 1 to 1.001 raises the loss by {grown:.4f}, "
-        f"{dx_of_eight[0, 0]:.0f} times the nudge."
-    ),
-    lab.read(
-        f"This row also adds `dy * xhat` = {(dy_of_eight * hat)[0, 0]:.0f} to the first column of "
-        f"`dw`, and `dy` = {dy_of_eight[0, 0]:.0f} to that of `db`.".replace("-", "−")
-    ),
+lab.read(
+    f"What is left sums to {remains.sum():.0f}, and its dot product with `xhat` is "
+    f"{(remains * hat).sum():.0f}, as both must be. Times `rstd`, here 0.5, it is `dx`."
 )
 
 # %%
 
 # Folded: The same in numbers
-lab.table(
-    [
-        {"column": name}
-        | {
-            str(j): f"{number + 0.0:g}".replace("-", "−")
-            for j, number in enumerate(line.expand(1, 8)[0].tolist())
-        }
-        | {"note": of_row.replace(" ", "\N{NO-BREAK SPACE}")}
-        for name, line, of_row in (
-            ("x", eight, "m = 3"),
-            ("xhat", hat, "r = 0.5"),
-            ("wdy", arrives, "arrives"),
-            ("c2", c2_of_eight, f"c2 = {c2_of_eight:g}"),
-            ("xhat * c1", hat * c1_of_eight, f"c1 = −{-c1_of_eight:g}"),
-            ("left", remains, "wdy − both"),
-            ("dx", dx_of_eight, "left * r"),
-        )
-    ],
-    "The gradient of a row of eight, step by step",
+lab.together(
+    lab.table(
+        [
+            {"column": name}
+            | {
+                str(j): f"{number + 0.0:g}".replace("-", "−")
+                for j, number in enumerate(line.expand(1, 8)[0].tolist())
+            }
+            | {"note": of_row.replace(" ", "\N{NO-BREAK SPACE}")}
+            for name, line, of_row in (
+                ("x", eight, "m = 3"),
+                ("xhat", hat, "r = 0.5"),
+                ("wdy", arrives, "arrives"),
+                ("c2", c2_of_eight, f"c2 = {c2_of_eight:g}"),
+                ("xhat * c1", hat * c1_of_eight, f"c1 = −{-c1_of_eight:g}"),
+                ("left", remains, "wdy − both"),
+                ("dx", dx_of_eight, "left * r"),
+            )
+        ],
+        "The gradient of a row of eight, step by step",
+    ),
+    lab.read(
+        f"This row adds `dy * xhat` = {(dy_of_eight * hat)[0, 0]:.0f} to the first column of "
+        f"`dw`, and `dy` = {dy_of_eight[0, 0]:.0f} to that of `db`.".replace("-", "−")
+    ),
+    lab.read(
+        "A nudge confirms `dx`. Because `dy` is 4, the loss is four times the first output. "
+        f"Moving the first element from 1 to 1.001 raises the loss by {grown:.4f}, "
+        f"{dx_of_eight[0, 0]:.0f} times the nudge."
+    ),
 )
 
 # %%
@@ -460,16 +455,11 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 # Reading
 exact, half, brain = counted.values()
 assert exact == 5000
-after_half, after_brain = (
-    total * (1 + torch.finfo(dtype).eps)
-    for dtype, total in counted.items()
-    if dtype != torch.float32
-)
+after_half = half * (1 + torch.finfo(torch.float16).eps)
 lab.read(
-    "Both keep their sums in `tl.float32`, because a long sum in 16 bits stops "
-    f"growing. A `db` of {exact:,.0f} ones ends at {half:,.0f} in float16, whose next number is "
-    f"{after_half:,.0f}, and at {brain:,.0f} in bfloat16, whose next is {after_brain:,.0f}: adding "
-    "1 rounds back down."
+    "Both keep their sums in `tl.float32`, because a long sum in 16 bits stops growing. A `db` of "
+    f"{exact:,.0f} ones ends at {half:,.0f} in float16, where the next number is {after_half:,.0f} "
+    f"and adding 1 rounds back down, and at {brain:,.0f} in bfloat16."
 )
 
 # %%
@@ -793,41 +783,21 @@ most_arrived = {row["protected by"]: row["most"] for row in arrived.rows}.get(
 )
 lab.together(
     lab.read(
-        f"Without `acquire`, {'all' if acquire == 100 else f'{acquire:.0f} of'} 100 runs are wrong"
-        + (
-            f", and at most {most_arrived} of 500 additions arrive"
-            if most_arrived < 500
-            else ""
-        )
-        + ". The barriers, which are still there, cannot replace it."
+        f"**Without `acquire`, {'every run is' if acquire == 100 else f'{acquire:.0f} runs are'} "
+        f"wrong{', and most additions are lost' if most_arrived < 250 else ''}.** A program may "
+        "load what its SM's cache has kept from an earlier program, and store its own result over "
+        "all that was added since."
     )
     if acquire
     else None,
     lab.read(
-        "This is how an addition may be lost: a program loads what its SM's cache has kept from "
-        "an earlier program, adds its row, and stores the result over all that was added since."
-    )
-    if acquire
-    else None,
-    lab.read(
-        f"Without {others}, no run is wrong."
-        + (
-            " Where the kernel asks for no barrier, the compiler adds the first by itself (in the "
-            "fold)."
-            if barriers_left == 1 and "the barriers" in unharmed
-            else ""
-        )
-    )
-    if unharmed
-    else None,
-    lab.read(
-        "We keep them anyway. Without "
+        f"Without {others}, no run is wrong. We keep them, because without "
         + (
             "`release` or the second barrier"
             if barriers_left == 1 and "the barriers" in unharmed
             else "them"
         )
-        + ", the GPU's memory model guarantees no order, so the next GPU or compiler may lose "
+        + " the GPU's memory model guarantees no order, and the next GPU or compiler may lose "
         "additions."
     )
     if unharmed
@@ -912,9 +882,8 @@ lab.read(
 # -------------------
 #
 # How often should programs hand over? The figure times the three ways on 32,768 rows of 1,024
-# columns, from 128 programs that sum 256 rows each to 16,384 that sum two. The time of partial sums
-# includes the second kernel. The small kernels take float32, in which a row costs 12 bytes per
-# column instead of 6.
+# columns of float32. The more programs share the rows, the fewer each sums, and the more there is
+# to hand over. The time of partial sums includes the second kernel.
 
 # %%
 
@@ -1009,24 +978,16 @@ lab.together(
     lab.read(
         (
             f"**Partial sums and the atomic add are both fastest with {best:,} programs,** about "
-            f"{per_sm:.0f} per SM, each of which sums {32768 // best} rows. "
+            f"{per_sm:.0f} per SM. "
             if best == best_of_atomics
             else f"**Partial sums are fastest with {best:,} programs.** "
         )
         + "With fewer, there may be too few loads to keep the memory busy."
     ),
     lab.read(
-        "With more, partial sums take a growing share of the bytes, 16 of every "
-        f"{of_x + 16} with {most:,} programs, which explains a part of the fall (in the fold). "
-        f"The atomic add then makes {most // best_of_atomics} times as many additions as at its "
-        "best, which may be why it falls, too."
-    ),
-    lab.read(
-        "**One lock is a queue.** From 512 programs on, its time divided by their number stays at "
-        f"{min(in_queue):.1f} to {max(in_queue):.1f} µs, as if each waited until the one before "
-        f"had handed over. With {most:,} programs, this takes "
-        f"{ms_of.get(('one lock', most), nan):.0f} ms, where the atomic add takes "
-        f"{ms_of.get(('atomic add', most), nan):.1f} ms."
+        "One lock is a queue. From 512 programs on, it takes "
+        f"{min(in_queue):.1f} to {max(in_queue):.1f} µs per program, as if each waited until the "
+        "one before had handed over:"
     ),
 )
 
@@ -1107,22 +1068,20 @@ said = {
     "atomic add": "with atomic adds",
 }
 alike = len({runs_said(name) for name in together}) == 1
-lab.together(
-    lab.read(
-        "**Do the bits stay the same?** In a hundred runs on one input, the last bits of `dw` "
-        "differ from the first run's "
-        + (
-            f"in {runs_said(together[0])}, {' and '.join(said[name] for name in together)} alike."
-            if alike
-            else " and ".join(f"in {runs_said(name)} {said[name]}" for name in together)
-            + "."
-        )
-    ),
-    lab.read(
-        "With partial sums, they differ in none, because rows and sums are added in a fixed order."
+lab.read(
+    (
+        "**Partial sums give the same bits in every run,** because rows and sums are added in a "
+        "fixed order. "
         if unlike.get("partial sums") == 0
-        else f"With partial sums, they differ in {runs_said('partial sums')}."
-    ),
+        else f"With partial sums, the bits differ in {runs_said('partial sums')}. "
+    )
+    + "In a hundred runs on one input, the last bits of `dw` differ from the first run's "
+    + (
+        f"in {runs_said(together[0])} {' and '.join(said[name] for name in together)}."
+        if alike
+        else " and ".join(f"in {runs_said(name)} {said[name]}" for name in together)
+        + "."
+    )
 )
 
 # %%
@@ -1142,7 +1101,7 @@ lab.table(
             ("partial sums", "partial sums", "one per program", "anything"),
         )
     ],
-    "Which way to choose. Speeds in % of a copy, float32, 1,024 columns, on "
+    f"Which way to choose, with speeds in % of a copy from the figure above, on "
     f"{ways.provenance['gpu']}. The bits of the lock are those of 64 locks",
 ) if ways.rows else None
 
@@ -1187,18 +1146,15 @@ share_of_sums = [  # two float32, written and read: 16 bytes; x, dy, dx: 6
     100 * 16 * row["rows of sums"] / (6 * rows_of[row["columns"]]) for row in sizes.rows
 ] or [nan]
 narrow = of_sums.get(1024, {"rows of sums": nan})["rows of sums"]
-lab.together(
-    lab.read(
-        "**Where the last bits do not matter, take the atomic add:** it is as fast here, in less "
-        "code."
+lab.read(
+    (
+        "**Where the last bits do not matter, take the atomic add,** which is as fast here, in "
+        "less code. "
+        if atomics > -2
+        else ""
     )
-    if atomics > -2
-    else None,
-    lab.read(
-        "The book's `layer_norm` uses partial sums, for the same bits in every run. In bfloat16, "
-        f"they add at most {max(share_of_sums):.1f} % to the bytes of `x`, `dy` and `dx`, at the "
-        "shapes in the fold."
-    ),
+    + "The book's `layer_norm` uses partial sums, which in bfloat16 add at most "
+    f"{max(share_of_sums):.1f} % to the bytes of `x`, `dy` and `dx`."
 )
 
 # %%
@@ -1206,6 +1162,7 @@ lab.together(
 # Folded: Evidence: the bytes of many programs, a hundred runs, and the size of the buffers
 lab.together(
     lab.read(
+        "A row of float32 costs 12 bytes per column. "
         f"With {most:,} programs in the figure, 16 of every {of_x + 16} bytes belong to the sums, "
         f"so that {allowed:.0f} % are left for `x`, `dy` and `dx`."
         + (
@@ -1254,9 +1211,7 @@ lab.together(
 #
 # The key idea has two halves: summing many rows, and storing without a lock. The kernel of
 # ``layer_norm`` can do one without the other, because its programs can also share 64 buffers, each
-# with a lock. A *tile* is two rows of 1,024 columns, or one longer row. Unlike the small kernels,
-# this one *loads ahead*: it copies its next rows into :term:`shared memory` while it works on the
-# current ones.
+# with a lock. A *tile* is two rows of 1,024 columns, or one longer row.
 
 
 # Measuring
@@ -1370,12 +1325,8 @@ of_lock, of_sums_alone = (
         ("Kernel Book", "partial sums per tile"),
     )
 )
-at_once = {
-    n: [race_share[name, n] for name in ("Kernel Book", "lock per program")]
-    for n in WIDTHS
-}
 change = {row["way"]: row for row in changes.rows}
-apart = "The figure does not show how much comes from loading ahead, which needs a next tile."
+apart = ""
 gains, alone = [nan], nan
 if change:
     gains = [
@@ -1383,16 +1334,11 @@ if change:
         for way in ("64 locks", "partial sums")
     ]
     apart = (
-        "Loading ahead, which needs a next tile, makes the kernel at most "
-        f"{max(gains):.0f} % faster (in the fold). The rest comes from having fewer programs, "
-        "which hand over, start and load `w` less often; we did not separate the three."
+        " Programs with many tiles can also load ahead, that is, copy the next tile into shared "
+        "memory while they work on the current one. This makes the kernel at most "
+        f"{max(gains):.0f} % faster."
     )
     alone = change["one lock"]["once"]
-behind = {
-    n: round(ours) - round(locks)
-    for n, (ours, locks) in at_once.items()
-    if locks == locks
-}
 lock_buffers, tile_buffers = (  # two rows of float32 in each
     buffers * 2 * 8192 * 4 for buffers in (64, 2**27 // 8192)
 )
@@ -1402,26 +1348,18 @@ tile_lock, tile_sums = (
 no_lock_alone = (
     race_share["partial sums per tile", 1024] / race_share["lock per tile", 1024]
 )
-both_halves = race_share["Kernel Book", 1024] / race_share["lock per tile", 1024]
 lab.together(
     lab.read(
         f"**{'Summing many rows' if of_lock > no_lock_alone else 'Storing without a lock'} is "
         "worth more.** At 1,024 columns, summing many rows alone makes the kernel "
-        f"{of_lock:.1f} times as fast, storing without a lock alone {no_lock_alone:.1f} times, and "
-        f"both together {both_halves:.1f} times."
+        f"{of_lock:.1f} times as fast, storing without a lock alone {no_lock_alone:.1f} times."
+        + apart
     ),
-    lab.read(apart),
     lab.read(
-        (
-            "**64 locks are not always slower.** With one tile per program, they win at 8,192 "
-            f"columns, by {round(tile_lock) - round(tile_sums)} points. "
-            if tile_lock > tile_sums + 1
-            else ""
-        )
-        + "When programs hand over once, 64 locks are "
-        f"{behind.get(1024, nan)} points behind partial sums at 1,024 columns, and "
-        f"{behind.get(8192, nan)} at 8,192."
-    ),
+        "64 locks are not always slower. With one tile per program, they win at 8,192 columns."
+    )
+    if tile_lock > tile_sums + 1
+    else None,
 )
 
 # %%
@@ -1655,27 +1593,17 @@ each = [
 in_bfloat16 = {
     n: backward.share("Kernel Book", **in_dtypes[0], columns=n) for n in COLUMNS
 }
-narrow_peers = {
-    name: 100 * backward.share(name, **in_dtypes[0], columns=1024)
-    for name in ("PyTorch", "torch.compile")
-}
 leads = all(
     ours > backward.best_peer(**in_dtypes[0], columns=n)[1]
     for n, ours in in_bfloat16.items()
 )
 lab.together(
     lab.read(
-        f"On {gpu}, in bfloat16, `layer_norm` is the fastest at every width, at "
+        f"**On {gpu}, in bfloat16, `layer_norm` is the fastest at every width,** at "
         f"{100 * min(in_bfloat16.values()):.0f} % to {100 * max(in_bfloat16.values()):.0f} % of a "
         "copy."
         if leads
         else backward.summary(**in_dtypes[0])
-    ),
-    lab.read(
-        "At 1,024 columns, the separate operations of the first section reach "
-        f"{100 * race.share('simple_backward', columns=1024):.0f} %, `F.layer_norm` "
-        f"{narrow_peers['PyTorch']:.0f} % and `torch.compile` "
-        f"{narrow_peers['torch.compile']:.0f} %."
     ),
     lab.read(
         f"{'. '.join(each)}. Elsewhere, no library is ahead by more than 1 %."
@@ -1827,8 +1755,8 @@ drop = [
     for n in (8192, 16384, 32768)
 ]
 lab.read(
-    f"Wide rows are slower: in bfloat16, `layer_norm` falls from {drop[0]:.0f} % at 8,192 columns "
-    f"to {drop[1]:.0f} % at 16,384 and {drop[2]:.0f} % at 32,768."
+    f"In bfloat16, `layer_norm` falls from {drop[0]:.0f} % of a copy at 8,192 columns to "
+    f"{drop[2]:.0f} % at 32,768."
 ) if not drop[2] >= drop[1] - 5 else None
 
 # %%
@@ -1880,9 +1808,8 @@ lab.sketch(
 #
 # - *whole* up to 8,192 columns: one program holds it beside its sums;
 # - *packed* in 16 bits at 12,288 and 16,384 columns: the same, with two numbers to a register;
-# - *shared* otherwise, up to 262,144 columns: it is split over a *group* of programs (32,768
-#   columns of bfloat16 over 16). These exchange their shares of ``c1`` and ``c2`` through *slots*
-#   in memory, as in :doc:`/chapters/softmax`, and wait for each other.
+# - *shared* otherwise, up to 262,144 columns: it is split over a *group* of programs, which
+#   exchange their shares of ``c1`` and ``c2`` in memory, as in :doc:`/chapters/softmax`.
 #
 # Two suspects for the lost speed can be tested: packed rows load nothing ahead, and the programs of
 # shared rows wait for each other.
@@ -1928,20 +1855,20 @@ def ahead_said():
         f"{three - none:.0f} points"
     )
     yield (
-        f"{said}. Packed rows, which have none, are {three - packed:.0f} points behind whole ones."
+        f"{said} and are no faster than packed ones, which have none."
         if none <= packed
         else f"{said}; packed rows, which load nothing ahead either, are {three - packed:.0f} "
         "points behind."
     )
     if none > four:
         yield (
-            "**Is it waiting that slows shared rows?** In the last line of the table, their kernel "
-            "takes each part for a whole row, so that no program waits. "
+            "In the last line, the kernel of shared rows takes each part for a whole row, so that "
+            "no program waits. "
             + (
                 f"That gains {alone - four:.0f} points, the most that waiting can cost."
                 if waiting
-                else f"That is {'no' if alone <= four else 'hardly'} faster, so we find no sign "
-                "that waiting is the cause. The cause remains open."
+                else f"It is {'no' if alone <= four else 'hardly'} faster, so we do not know what "
+                "slows shared rows."
             )
         )
 
@@ -1975,7 +1902,7 @@ lab.together(*map(lab.read, ahead_said())) if ahead.rows else None
 # .. dropdown:: How the programs of a group exchange their sums
 #
 #    Each column belongs to one program of the group, so ``dw`` and ``db`` need no exchange. In each
-#    iteration, a program *publishes* the sums of its part of a row in a slot, *loads* its part of
+#    iteration, a program *publishes* the sums of its part of a row in a *slot*, *loads* its part of
 #    the next row, and *finishes* the previous row, whose slots all programs have had an
 #    iteration to fill:
 #
@@ -1984,10 +1911,11 @@ lab.together(*map(lab.read, ahead_said())) if ahead.rows else None
 #             published in the next and finished in the one after. In iteration 1, row 1 is
 #             published, row 2 is loaded and row 0 is finished.
 #
-#    In the code, ``terms`` computes ``xhat`` and ``wdy``, and ``two_sums`` computes both sums in
-#    one reduction. ``to_slot`` packs them into 64 bits, which ``publish`` stores at once, so that
-#    nobody reads one number without the other. ``collect`` unpacks the slots of all parts, and
-#    ``means_of`` divides by the length of a row. ``before`` is the previous row.
+#    A row of 32,768 columns of bfloat16 is shared by 16 programs. In the code, ``terms`` computes
+#    ``xhat`` and ``wdy``, and ``two_sums`` computes both sums in one reduction. ``to_slot`` packs
+#    them into 64 bits, which ``publish`` stores at once, so that nobody reads one number without
+#    the other. ``collect`` unpacks the slots of all parts, and ``means_of`` divides by the length
+#    of a row. ``before`` is the previous row.
 #
 #    ``parts`` runs from 0 to 31, one number for each thread of a :term:`warp`. In a row of 16
 #    parts, each slot is therefore read twice (``% N_PARTS``) but counted once. With more parts than
@@ -2031,9 +1959,8 @@ lab.together(
 # --------
 #
 # A gradient that sums over rows needs no lock. It is fast when each program sums many rows in
-# registers before it hands over anything: the partial sums then add few bytes, and no program waits
-# to add. A second kernel adds them in a fixed order, which gives the same bits in every run on one
-# GPU. Where the last bits do not matter, an atomic add was as fast in float32 at 1,024 columns.
+# registers and stores its partial sums where no other program writes. A second kernel adds these in
+# a fixed order, which gives the same bits in every run on one GPU.
 #
 # Exercises
 # ---------

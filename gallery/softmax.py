@@ -70,11 +70,8 @@ def simple_softmax(x):
 # is too large. The result stays the same, since the factor :math:`e^{-m}` cancels.
 #
 # Each operation reads its input from memory and writes its output back. Together they make eight
-# passes over the row, 5 reads and 3 writes, where one of each would do.
-#
-# We will build five :term:`kernels <kernel>` that each do the whole job: ``three_pass``,
-# ``online``, ``row``, ``packed`` and ``split``. In the drawing, a bar is grey if an earlier bar has
-# already read the same numbers.
+# passes over the row, where one read and one write would do. We will build five :term:`kernels
+# <kernel>` that make fewer:
 #
 # .. image:: /figures/softmax-passes.svg
 #    :alt: Passes over memory. simple_softmax, five operations: five reads and three writes.
@@ -84,22 +81,21 @@ def simple_softmax(x):
 # Reading
 nan = float("nan")
 wide, swept = 65536, (results.find("softmax") or {"sweeps": {}})["sweeps"].get("ladder")
-copied, five, once = nan, nan, nan
+copied, five = nan, nan
 if swept:
     at = [point["columns"] for point in swept["points"]].index(wide)
-    copied, five, once = (
-        swept["milliseconds"][name][at][1]
-        for name in ("copy", "simple_softmax", "Kernel Book")
+    copied, five = (
+        swept["milliseconds"][name][at][1] for name in ("copy", "simple_softmax")
     )
 allowed, reached = (
     100 * 2 / 8,
     100 * copied / five,
 )  # eight passes, and a copy makes two
 lab.read(
-    "In the chart at the top, 100 is a copy, which makes two passes. With eight, the five "
-    f"operations could reach {allowed:.0f}. They reach {reached:.0f}"
+    "A copy makes two passes. With eight, the five operations could therefore reach "
+    f"{allowed:.0f} in the chart at the top. They reach {reached:.0f}"
     + ", so the passes are only part of what they lose" * (reached < allowed - 2)
-    + f". `split` makes two passes, like the copy, and reaches {100 * copied / once:.0f}."
+    + "."
 )
 
 # %%
@@ -158,8 +154,8 @@ lab.read(
 # What must a block know of the earlier ones? Two numbers: the maximum so far and the sum so far.
 # Take the row 1, 2, 4. After 1 and 2, the maximum is 2 and the sum is
 # :math:`e^{1-2} + e^{2-2} = 1.37`. Then 4 arrives, and both terms should have been relative to 4.
-# We need not compute them again, since one factor corrects both: multiplied by :math:`e^{2-4}`, the
-# sum becomes 0.19, and the new element adds 1 to make 1.19.
+# One factor corrects both: multiplied by :math:`e^{2-4}`, the sum becomes 0.19, and the new element
+# adds 1 to make 1.19.
 #
 # .. admonition:: Key idea
 #    :class: kb-key
@@ -172,8 +168,8 @@ lab.read(
 # The mathematics
 # ---------------
 #
-# **The recurrence.** To see that this is right for every row, let :math:`m_j` be the maximum of the
-# first :math:`j` elements, and :math:`d_j` the sum of their exponentials relative to that maximum:
+# **The recurrence.** Let :math:`m_j` be the maximum of the first :math:`j` elements of a row, and
+# :math:`d_j` the sum of their exponentials relative to that maximum:
 #
 # .. math::
 #
@@ -186,9 +182,9 @@ lab.read(
 # term :math:`e^{x_i-m_{j-1}}` into :math:`e^{x_i-m_j}`, and the new element contributes the last
 # term. By induction, :math:`d_j` is therefore right for every :math:`j`.
 #
-# **The merge.** The recurrence adds one element at a time, but a GPU has thousands of threads. To
-# use them, we cut the row into pieces. By the same cancellation, the union of two pieces with the
-# pairs :math:`(m_a, d_a)` and :math:`(m_b, d_b)` has the pair
+# **The merge.** A GPU has thousands of threads, so we cut the row into pieces. By the same
+# cancellation, the union of two pieces with the pairs :math:`(m_a, d_a)` and :math:`(m_b, d_b)` has
+# the pair
 #
 # .. math::
 #
@@ -238,8 +234,8 @@ for pieces in (2, 7, 100):
     assert m == row.max()
 assert off < 1e-13
 lab.read(
-    "A kernel may therefore cut a row anywhere. Merged in random order, 100 pieces give its exact "
-    f"maximum, and its sum up to rounding (in float64, a relative error of {ten(off)})."
+    f"A kernel may therefore cut a row anywhere. Even {pieces} pieces, merged in random order, "
+    "give its exact maximum, and its sum up to rounding."
 )
 
 # %%
@@ -447,9 +443,8 @@ dips = [n for n in short if short[n] < min(short[COLUMNS[0]], short[cached]) - 3
 # .. animation:: online_softmax
 
 # %%
-# The three lines from ``m_new`` to ``d`` are the recurrence with a block in place of one element
-# (``INF`` is ``tl.constexpr(float("inf"))``). The second loop has to read the row again, because
-# the results need the final maximum and sum.
+# The three lines from ``m_new`` to ``d`` are the recurrence with a block in place of one element.
+# The second loop reads the row again, because the results need the final maximum and sum.
 
 lab.source(online_kernel)
 
@@ -462,14 +457,14 @@ torch.testing.assert_close(y, torch.softmax(x, dim=-1), rtol=1e-5, atol=0)
 off = (y / torch.softmax(x, dim=-1) - 1).abs().max().item()
 lab.read(
     "We launch one program per row, `online_kernel[(n_rows,)](x, y, n_cols, BLOCK_COLS=256)`. Now "
-    f"the rows sum to {alike(y.sum(-1))}, and the largest relative difference from PyTorch's "
-    f"results, in float32, is {ten(off)}."
+    f"the rows sum to {alike(y.sum(-1))}, and no result differs from PyTorch's by more than a "
+    f"relative {ten(off)}, in float32."
 )
 
 # %%
-# Softmax is :term:`memory-bound`: in bfloat16 it moves four bytes per number but does only about
-# five operations. To see what the second read costs, we therefore compare with PyTorch's copy,
-# which reads and writes every row once.
+# What does the second read cost? Softmax is :term:`memory-bound`: in bfloat16 it moves four bytes
+# per number but does only about five operations. We therefore compare with PyTorch's copy, which
+# reads and writes every row once.
 
 # %%
 
@@ -478,8 +473,8 @@ fits = [share["online", n] for n in COLUMNS if n <= cached]
 allowed = 100 * 2 / 3  # by the bytes of online
 down = [n for n in COLUMNS if n > cached and share["online", n] < allowed + 2]
 lab.read(
-    f"Unless we say otherwise, speeds on this page are for bfloat16 on {gpu}, in % of this copy's "
-    "speed. A kernel can exceed 100, because the copy is a kernel too and not the limit of the GPU."
+    f"Speeds on this page are in % of this copy's, for bfloat16 on {gpu} unless we say otherwise. "
+    "A kernel can exceed 100, because the copy is a kernel too and not the limit of the GPU."
 )
 
 # %%
@@ -487,15 +482,15 @@ lab.read(
 # Reading
 lab.read(
     (
-        f"Up to {cached:,} columns (16Ki), the second read costs next to nothing: `online` reaches "
-        f"{min(fits):.0f} to {max(fits):.0f} %"
+        f"**Up to {cached:,} columns (16Ki), the second read costs next to nothing.**"
         if min(fits) > 97
-        else f"Up to {cached:,} columns, `online` reaches {min(fits):.0f} to {max(fits):.0f} %"
+        else f"Up to {cached:,} columns, `online` reaches {min(fits):.0f} to {max(fits):.0f} %."
     )
     + (
-        f". At {down[0]:,}, it has fallen to its dotted line, the speed if both reads go to memory."
+        f" At {down[0]:,}, `online` has fallen to its dotted line, the speed if both reads go to "
+        "memory."
         if down
-        else ". A dotted line shows what the bytes of a kernel allow if all go to memory."
+        else " A dotted line shows what the bytes of a kernel allow if all go to memory."
     )
 )
 
@@ -629,15 +624,13 @@ too_long = min((n for n, mib in in_flight.items() if mib > l2), default=0)
 lab.read(
     (
         "At 8,192 columns it does: by the hardware counters of “Measuring a kernel”, `online` "
-        f"reads {fetched / 1e6:.0f} MB from memory for an input of {given / 1e6:.0f} MB, each "
-        "number once. "
+        "reads each number from memory only once. "
         if min(fits) > 97 and fetched < 1.01 * given
         else "“Measuring a kernel” shows what hardware counters say of this. "
     )
     + (
-        f"But many rows are in flight at once, as {sms} SMs with {at_once:.0f} programs each work "
-        f"on {sms * at_once:.0f} rows. Here is how much memory these rows and their results take, "
-        "by our estimate:"
+        f"But {sms * at_once:.0f} rows are in flight at once. By our estimate, they and their "
+        "results take this much memory:"
         if sms
         else ""
     )
@@ -696,11 +689,11 @@ if sms:
 # Reading
 lab.read(
     (
-        f"From {too_long:,} columns on, they no longer fit"
+        f"**From {too_long:,} columns on, they no longer fit"
         + (
-            ", and there `online` falls. "
+            ", and there `online` falls.** "
             if share["online", too_long] < min(fits) - 5
-            else ". "
+            else ".** "
         )
     )
     * bool(too_long)
@@ -786,15 +779,15 @@ one, with_two = share["one program", 32768], share["online", 32768]
 by_one = [share["one program", n] for n in COLUMNS if n <= cached]
 lab.read(
     (
-        f"Up to {cached:,} columns, `row` is about as fast as a copy ({min(by_one):.0f} to "
-        f"{max(by_one):.0f} %). At 32,768, our example from here on, "
+        f"Up to {cached:,} columns, `row` is about as fast as a copy. At 32,768, our example from "
+        "here on, "
         if min(by_one) > 95
         else "At 32,768 columns, our example from here on, "
     )
-    + f"it reaches {one:.0f}"
+    + f"it reaches {one:.0f} %"
     + (
         f", {'less' if one < with_two - 0.5 else 'no more'} than `online` with its two reads "
-        f"({with_two:.0f}). Reading once is not enough."
+        f"({with_two:.0f}). **Reading once is not enough.**"
         if one <= with_two + 0.5
         else f", and `online` {with_two:.0f}."
     )
@@ -935,25 +928,22 @@ lab.read(
         else "While"
     )
     + " one computes, another can load its row. But both have to fit into the SM's 65,536 "
-    "registers, and our row alone, in float32, fills half of them. In all, a program of `row` "
-    f"takes {row_whole:,.0f} (512 threads with {row_each:.0f} each), "
+    "registers, and a program of `row` "
     + (
-        "so it has the SM to itself."
-        if row_fit == 1
-        else f"so {fit(row_fit)} programs fit on an SM."
+        "takes them all"
+        if row_whole == 65536
+        else f"takes {row_whole:,.0f}, so {fit(row_fit)} fit"
     )
+    + f" (512 threads with {row_each:.0f} each)."
 )
 
 # %%
 # .. animation:: registers_of_an_sm
 #
 # To make room for a second program, ``packed`` leaves a 16-bit row as it is in memory, two numbers
-# to a register (``raw``). The maximum, the sum and the result each ``widen`` it anew to float32, so
-# that the wide row need not stay in registers.
-#
-# Left alone, the compiler might widen once and keep the wide row. Adding ``zero`` is meant to
-# prevent this, because the compiler cannot know that this argument is always 0. ``narrow`` packs
-# the results again.
+# to a register (``raw``). The maximum, the sum and the result each ``widen`` it anew to float32.
+# Adding ``zero`` should keep the compiler from widening once for all three, because it cannot know
+# that this argument is always 0. ``narrow`` packs the results again.
 
 lab.source(packed_row_fwd_kernel, "widen")
 
@@ -980,10 +970,8 @@ far = [
 
 
 lab.read(
-    f"A thread of `packed` takes {given:.0f} registers"
-    + f" ({packed_each:.0f}, rounded up)" * (given > packed_each)
-    + f" instead of {row_each:.0f}, so {fit(packed_fit)} programs fit, and `packed` reaches "
-    f"{packed:.0f} %, where `row` reaches {one:.0f}."
+    f"**A thread of `packed` takes {given:.0f} registers instead of {row_each:.0f}, so "
+    f"{fit(packed_fit)} programs fit, and `packed` reaches {packed:.0f} %.**"
 )
 
 # %%
@@ -991,9 +979,8 @@ lab.read(
 # Reading
 lab.read(
     (
-        "Is it the second program that helps? In a variant of `packed`, which is slower but lets "
-        f"us choose the number of programs, one per SM reaches {alone:.0f} %, and two reach "
-        f"{both:.0f}. So before"
+        "Does the second program help? In a slower variant of `packed`, it raises the speed from "
+        f"{alone:.0f} to {both:.0f} %. So before"
         if both - alone > 2
         else "A test in the next fold does not show that the second one helps. Still, before"
         if both > 0
@@ -1071,6 +1058,8 @@ of_pairs = lab.read(
     "`MINUS_INF`, which pads the row, is two minus infinities in one int32. `widen` reads the two "
     "halves of each int32 as numbers of `dtype` (a `bitcast` changes no bit, only what the bits "
     "stand for) and interleaves them as float32. We did not measure what adding `zero` gains."
+    + f" A thread uses {packed_each:.0f} registers, which the GPU rounds up to {given:.0f}."
+    * (given > packed_each)
 )
 measured = lab.table(sm_table.rows, f"Programs per SM and the speed, bfloat16, {gpu}")
 lab.together(of_second, measured, of_longer, of_pairs, kernel)
@@ -1158,17 +1147,17 @@ lab.read(
         if alone_fit == 1
         else f"needs {alone_whole:,.0f} registers. "
     )
-    + f"`split` therefore cuts such a row into {parts} parts, each with a program of its own. With "
-    f"{part_threads} threads of {part_whole / part_threads:.0f} registers each, {fit(part_fit)} "
-    "such programs fit."
+    + f"`split` therefore cuts such a row into {parts} parts, each with a program of its own, and "
+    f"{fit(part_fit)} such programs fit on an SM."
 )
 
 # %%
 # But how can a program finish its part, if every result depends on the whole row? Since pairs
-# merge, it needs only two numbers from each of the others. In an :term:`exchange`, each program
-# *publishes* the pair of its part in a *slot* of memory, which is zero at first, *polls* the slots
-# of the others until they are filled, and *collects* their pairs. Here each program has a block of
-# the row in the first animation.
+# merge, it needs only two numbers from each of the others.
+#
+# In an :term:`exchange`, each program *publishes* the pair of its part in a *slot* of memory, which
+# is zero at first, *polls* the slots of the others until they are filled, and *collects* their
+# pairs. Here four programs share the row of the first animation.
 #
 # .. animation:: publish_and_collect
 
@@ -1199,13 +1188,12 @@ lab.read(
 # :term:`atomic` stores it at once, so a reader finds either an empty slot or a whole pair. No pair
 # is 0, because the largest element of a part adds 1 to its sum.
 #
-# And if a pair never comes? GPUs usually start the programs of a row at about the same time, but
-# nothing guarantees it. If waiting programs held every SM, a missing part could never start: a
-# deadlock. So a program polls a slot at most ``max_polls`` times, and then computes the missing
-# pair itself, with ``pair_of``.
+# And if a pair never comes? Nothing guarantees that the programs of a row run at the same time. If
+# waiting programs held every SM, a missing part could never start: a deadlock. So a program polls a
+# slot at most ``max_polls`` times, and then computes the missing pair itself, with ``pair_of``.
 #
 # This is the smallest kernel that does so, for float32. ``pair_of`` returns the maximum, the sum,
-# the exponentials and the columns of a part. A program polls its own slot like the others.
+# the exponentials and the columns of a part.
 
 lab.source(shared_row_kernel)
 
@@ -1249,19 +1237,18 @@ lab.read(
 # %%
 
 # Reading
-at_most, rivals = max(share["one program", 65536], share["online", 65536]), "`row` and `online`"
-if on_sm:
-    at_most = max(at_most, speed("packed", 65536))
-    rivals = "`row`, `online` and `packed` (in a fold of the last section)"
+at_most, undrawn = max(share["one program", 65536], share["online", 65536]), ""
+if speed("packed", 65536) > at_most:
+    at_most, undrawn = speed("packed", 65536), " (`packed`, not drawn)"
 in_figure, twice, apiece = (
     share[name, n]
     for name, n in (("Kernel Book", 65536), ("online", long), ("Kernel Book", long))
 )
 lab.read(
-    f"Is the exchange worth its time? At 65,536 columns, {rivals} reach at most "
-    f"{at_most:.0f} %, and `split` reaches {in_figure:.0f}. At {long:,}, `online` reaches "
-    f"{twice:.0f} and `split` {apiece:.0f}."
-    + " Wide rows are better shared." * (in_figure > at_most and apiece > twice)
+    "Is the exchange worth its time? "
+    + "**Wide rows are better shared.** " * (in_figure > at_most and apiece > twice)
+    + "At 65,536 columns, our kernels with one program per row reach at most "
+    f"{at_most:.0f} %{undrawn}, and `split` {in_figure:.0f}."
 )
 
 # %%
@@ -1411,14 +1398,14 @@ worst = max(
     default=nan,
 )
 lab.read(
-    "Our kernels pass all checks, forward and backward"
+    "**Our kernels pass all checks, forward and backward.**"
     + (
-        f". In float32, errors reach {worst:.1f} times PyTorch's."
+        f" In float32, errors reach {worst:.1f} times PyTorch's."
         if worst > 1
-        else "."
+        else ""
     )
-    + " We leave out gradients of rows that one number dominates. There the gradient is a small "
-    "difference of large numbers, and in float32 our error can be more than four times PyTorch's."
+    + " We leave out gradients of rows that one number dominates, where our error in float32 can "
+    "be more than four times PyTorch's."
     if both
     else "The checks of this page were not recorded; the fold shows those made here."
 )
@@ -1465,7 +1452,8 @@ of_errors = lab.read(
         else ""
     )
     + "In float32, errors may exceed PyTorch's because the timed kernels "
-    "multiply by 1/d and compute the exponential as `exp2(x * LOG2E)`; we did not test this. Of "
+    "multiply by 1/d and compute the exponential as `exp2(x * LOG2E)`; we did not test this. Where "
+    "one number dominates a row, its gradient is a small difference of large numbers. Of "
     "the rows named `packed`, those of 10,000 columns run in pieces."
 )
 lab.together(of_errors, forward_check, backward_check, odd_rows)
@@ -1483,11 +1471,7 @@ for dtype, at, up_to, beyond_it in (
     assert (kernel_of(at, dtype), kernel_of(at + 2, dtype)) == (up_to, beyond_it)
 lab.read(
     f"The package's `softmax` chooses by length: `row` up to {PACKED:,} columns, `packed` up to "
-    f"{SPLIT:,} and `split` beyond. At {cached:,}, `packed` already leads, with "
-    f"{share['Kernel Book', cached]:.0f} % to {share['one program', cached]:.0f}."
-    if share["Kernel Book", cached] > share["one program", cached]
-    else f"The package's `softmax` chooses by length: `row` up to {PACKED:,} columns, `packed` up "
-    f"to {SPLIT:,} and `split` beyond."
+    f"{SPLIT:,} and `split` beyond."
 )
 
 # %%
@@ -1594,12 +1578,8 @@ first = [
 rest = [row for row in worst if row not in (first[:2] if len(first) < 4 else first)]
 led = sorted(row["columns"] for row in first)
 lab.read(
-    f"Up to {SPLIT:,} columns, our kernels reach {min(within):.0f} to {max(within):.0f} %. Beyond, "
-    f"`split` reaches {' and '.join(f'{ours[n]:.0f}' for n in COLUMNS if n > SPLIT)}. "
-    + f"(The speeds above are from another run; the two differ by at most {apart:.1f} points.) "
-    * (apart > 0.05)
-    + f"`torch.softmax` reaches at most {max(eager.values()):.0f} % at any length, and "
-    f"`torch.compile` at most {max(list(compiled.values())[1:]):.0f} beyond {COLUMNS[0]:,} columns."
+    f"**Up to {SPLIT:,} columns, our kernels reach {min(within):.0f} to {max(within):.0f} %.** "
+    f"`torch.softmax` reaches at most {max(eager.values()):.0f} % at any length."
 )
 
 # %%
@@ -1637,7 +1617,7 @@ lab.plot(named(forward), "Forward, bfloat16", share=True, where={"dtype": "bfloa
 # Reading
 ladder_at, here_at = share["Kernel Book", SPLIT], ours[SPLIT]
 lab.read(
-    f"We lose most to {first[0]['library']}, which in {first[0]['dtype']} leads "
+    f"**We lose most to {first[0]['library']}**, which in {first[0]['dtype']} leads "
     + (
         f"by {gap_of(first[0])} points at {first[0]['columns']:,} columns"
         + "".join(f" and by {gap_of(row)} at {row['columns']:,}" for row in first[1:2])
@@ -1844,7 +1824,9 @@ of_other_rows = lab.read(
     "**Other rows.** In float32, which cannot be packed, `softmax` runs `row` up to "
     f"{SPLIT // 2:,} columns and then `split`; there we did not measure `online`. The package "
     f"resorts to it only above {tuned.ROW_COLS:,} columns. In 16 bits, a row of odd length cannot "
-    f"be packed either; up to {SPLIT:,} columns, `row` takes it."
+    f"be packed either; up to {SPLIT:,} columns, `row` takes it. The speeds of `softmax` in this "
+    f"section and in the earlier ones are from two runs, which differ by at most {apart:.1f} "
+    "points."
 )
 of_quack = [
     lab.read(
@@ -1956,10 +1938,9 @@ short_rows = back[:-1]
 clear = beyond_noise(backward, lost["backward"])
 leaders = " or ".join(sorted({row["library"] for row in clear}))
 leaders = leaders.replace("torch.compile", "`torch.compile`")
-eager_back = [100 * backward.share("PyTorch", dtype="bfloat16", columns=n) for n in COLUMNS]
 of_speed = lab.read(
     (
-        "Backward is memory-bound too: it moves its bytes "
+        "**Backward is memory-bound too.** It moves its bytes "
         if min(short_rows) > 97
         else "Backward moves its bytes "
     )
@@ -1973,16 +1954,11 @@ of_speed = lab.read(
         if back[-1] < min(short_rows)
         else ". "
     )
-    + "It can exceed 100 %, presumably because it reads twice as much as it writes, and reading is "
-    "faster than copying (“Measuring a kernel”)." * (max(back) > 100.5)
 )
 of_leads = lab.read(
-    (
-        f"At some lengths, {leaders} leads, by at most {max(map(gap_of, clear))} points."
-        if clear
-        else f"No library is ahead by more than {apart:.1f} points."
-    )
-    + f" The backward pass of `torch.softmax` reaches at most {max(eager_back):.0f} %."
+    f"At some lengths, {leaders} leads, by at most {max(map(gap_of, clear))} points."
+    if clear
+    else f"No library is ahead by more than {apart:.1f} points."
 )
 lab.together(of_speed, of_leads)
 
@@ -2030,6 +2006,8 @@ again = lab.read(
         if compiled_leads
         else "At 8,192 columns, `torch.compile` does not lead our backward kernel."
     )
+    + " Backward can exceed 100 %, presumably because it reads twice as much as it writes, and "
+    "reading is faster than copying (“Measuring a kernel”)." * (max(back) > 100.5)
 )
 rows = [{"direction": name} | row for name, found in lost.items() for row in found]
 losses = lab.table(
@@ -2128,8 +2106,8 @@ torch.testing.assert_close(guarded, torch.softmax(x, dim=-1))
 assert shared.isnan().all()
 lab.read(
     f"If the first 512 of {len(x)} elements are minus infinity, all {unguarded} results are NaN, "
-    "and so are those of `shared_row_kernel`. As we time them, `three_pass`, `online` and `split` "
-    "have this guard, as `finite(m_new)`, and their results are right."
+    "and so are those of `shared_row_kernel`. The timed kernels have this guard where they need "
+    "it, as `finite(m_new)`."
 )
 
 # %%
