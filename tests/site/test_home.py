@@ -166,12 +166,17 @@ def test_the_bars_of_the_home_page_are_recorded():
 
 
 def test_the_kernel_of_the_home_page_is_the_package_s():
-    [code] = re.findall("(?s)<pre>(.*?)</pre>", page_of("index.html"))
+    page = page_of("index.html")
+    [code] = re.findall("(?s)<pre>(.*?)</pre>", page)
     source = (ROOT / "src/kernelbook/ops/softmax/forward.py").read_text(encoding="utf-8")
     body = source.split("def row_fwd_kernel(")[1].split("\n\n\n")[0]
     lines = html.unescape(re.sub("<[^>]*>", "", code)).strip().splitlines()
-    assert len(lines) == 5
-    assert [line.strip() for line in body.splitlines()][-5:] == lines
+    assert len(lines) == 6
+    assert [line.strip() for line in body.splitlines()][-6:] == lines
+    section = page.split("What a kernel looks like<")[1].split("<pre>")[0]
+    named = re.findall('<span class="pre">([^<]*)</span>', section)
+    assert len(named) > 4
+    assert all(re.search(rf"\b{name}\b", "\n".join(lines)) for name in named)
 
 
 @pytest.mark.parametrize("stem", STEMS)
