@@ -65,8 +65,9 @@ lab.read(
     "Why is one GPU not enough for a million tokens? For the backward pass, attention keeps `q`, "
     "`k`, `v` and `out`. With 16 heads of 128 numbers in bfloat16, these take "
     f"{KEPT * per_token // 1024} KiB per token and layer, or {million:.0f} GiB over {LAYERS} "
-    f"layers, and an H200 has {H200_GIB}. Recomputing them would save memory, but at 600 TFLOP/s "
-    f"one GPU would still spend {minutes:.0f} minutes per training step on this attention."
+    f"layers, and an H200 has {H200_GIB}. Recomputing them would save memory but cost time, and "
+    f"even without it one GPU at 600 TFLOP/s would spend {minutes:.0f} minutes of every training "
+    "step on this attention."
 )
 
 # %%

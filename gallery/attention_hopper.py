@@ -2405,7 +2405,7 @@ make_up = make_up and gain("a branch", "full") < -SCATTER
 small_changes = lab.read(
     f"**One loop brings {100 * gain('one loop', 'causal'):.1f} % with a causal mask.** Row sums in "
     "threads pay a little with either mask, and turns bring nothing here."
-    + (" Without a mask, the three only make up for what rung 3 lost." if make_up else "")
+    + (" Without a mask, the three together only make up for what rung 3 lost." if make_up else "")
     if expected_there and pay_a_little and no_effect
     else f"Rung 4 is {of_both('one loop', 'a branch')}; rung 5, "
     f"{of_both('sums in threads', 'one loop')}; rung 6, {of_both('turns', 'sums in threads')}."

@@ -1626,7 +1626,7 @@ lab.read(
     )
     + ". All other leads are within "
     + (
-        f"{max(map(gap_of, rest))} points."
+        f"{max(map(gap_of, rest))} points, in whole per cent."
         if rest
         else f"{apart:.1f} points, the spread of our own runs"
         + f" (at {SPLIT:,} columns, we reach {ladder_at:.0f} above and {here_at:.0f} here)"

@@ -710,9 +710,9 @@ lab.sketch(
 )
 
 # %%
-# The colours are the labels of ``record_function``, so the profile also tells the time of each. For
-# heads of 64 numbers, the two matmuls do 128 FLOPs each per score; scaling does one, and softmax
-# about five.
+# Each operation runs under a label of ``record_function``, so the profile also tells the time of
+# each colour. For heads of 64 numbers, the two matmuls do 128 FLOPs each per score; scaling does
+# one, and softmax about five.
 
 
 def of_record(chapter, name):
